@@ -321,51 +321,55 @@ def test_the_device_reads_at_most_one_wait_per_phase_and_warp_role():
         assert len(roles) == len(set(roles)), phase.name
 
 
-class TracingInt(int):
+@dataclass(frozen=True, eq=False)
+class TracingInt:
     """An int whose comparisons cannot steer Python's control flow, as a traced integer's cannot."""
 
-    def __add__(self, other: int) -> TracingInt:
-        return TracingInt(int(self) + int(other))
+    value: int
 
-    def __sub__(self, other: int) -> TracingInt:
-        return TracingInt(int(self) - int(other))
+    def __int__(self) -> int:
+        return self.value
 
-    def __mul__(self, other: int) -> TracingInt:
-        return TracingInt(int(self) * int(other))
+    def __add__(self, other: Number) -> TracingInt:
+        return TracingInt(self.value + int(other))
 
-    def __floordiv__(self, other: int) -> TracingInt:
-        assert int(self) >= 0, "device division rounds towards zero: the numerator must not be negative"
-        return TracingInt(int(self) // int(other))
+    def __sub__(self, other: Number) -> TracingInt:
+        return TracingInt(self.value - int(other))
 
-    def __mod__(self, other: int) -> TracingInt:
-        assert int(self) >= 0, "device remainder takes the sign of the numerator, which must not be negative"
-        return TracingInt(int(self) % int(other))
+    def __rsub__(self, other: Number) -> TracingInt:
+        return TracingInt(int(other) - self.value)
 
-    def __radd__(self, other: int) -> TracingInt:
-        return TracingInt(int(other) + int(self))
+    def __mul__(self, other: Number) -> TracingInt:
+        return TracingInt(self.value * int(other))
 
-    def __rsub__(self, other: int) -> TracingInt:
-        return TracingInt(int(other) - int(self))
+    def __floordiv__(self, other: Number) -> TracingInt:
+        assert self.value >= 0, "device division rounds towards zero: the numerator must not be negative"
+        return TracingInt(self.value // int(other))
 
-    def __rmul__(self, other: int) -> TracingInt:
-        return TracingInt(int(other) * int(self))
+    def __mod__(self, other: Number) -> TracingInt:
+        assert self.value >= 0, "a device remainder has the sign of the numerator, which must not be negative"
+        return TracingInt(self.value % int(other))
 
-    def __lt__(self, other: int) -> TracingBool:  # type: ignore[override]
-        return TracingBool(int(self) < int(other))
+    def __lt__(self, other: Number) -> TracingBool:
+        return TracingBool(self.value < int(other))
 
-    def __le__(self, other: int) -> TracingBool:  # type: ignore[override]
-        return TracingBool(int(self) <= int(other))
+    def __le__(self, other: Number) -> TracingBool:
+        return TracingBool(self.value <= int(other))
 
-    def __gt__(self, other: int) -> TracingBool:  # type: ignore[override]
-        return TracingBool(int(self) > int(other))
+    def __gt__(self, other: Number) -> TracingBool:
+        return TracingBool(self.value > int(other))
 
-    def __ge__(self, other: int) -> TracingBool:  # type: ignore[override]
-        return TracingBool(int(self) >= int(other))
+    def __ge__(self, other: Number) -> TracingBool:
+        return TracingBool(self.value >= int(other))
 
     def __eq__(self, other: object) -> TracingBool:  # type: ignore[override]
-        return TracingBool(int(self) == int(other))  # type: ignore[call-overload]
+        assert isinstance(other, (int, TracingInt))
+        return TracingBool(self.value == int(other))
 
-    __hash__ = int.__hash__
+    __radd__, __rmul__ = __add__, __mul__
+
+
+Number = int | TracingInt
 
 
 class TracingBool:
@@ -384,16 +388,16 @@ class TracingBool:
 
 class TracingOps:
     @staticmethod
-    def where(condition: TracingBool | bool, yes: int, no: int) -> TracingInt:
+    def where(condition: TracingBool | bool, yes: Number, no: Number) -> TracingInt:
         value = condition.value if isinstance(condition, TracingBool) else condition
-        return TracingInt(yes if value else no)
+        return TracingInt(int(yes if value else no))
 
     @staticmethod
-    def minimum(a: int, b: int) -> TracingInt:
+    def minimum(a: Number, b: Number) -> TracingInt:
         return TracingInt(min(int(a), int(b)))
 
     @staticmethod
-    def maximum(a: int, b: int) -> TracingInt:
+    def maximum(a: Number, b: Number) -> TracingInt:
         return TracingInt(max(int(a), int(b)))
 
 
@@ -407,8 +411,10 @@ class TracingOps:
     ],
 )
 def test_traced_integers_decode_alike_without_control_flow_or_negative_division(s: Sizes):
-    counts = (s.num_tokens, s.routed_blocks, s.minibatch_blocks, s.ring_minibatches)
-    traced = TaskOrder(s.geometry, *map(TracingInt, counts), ops=TracingOps)
+    tokens, blocks = TracingInt(s.num_tokens), TracingInt(s.routed_blocks)
+    traced = TaskOrder(
+        s.geometry, tokens, blocks, TracingInt(s.minibatch_blocks), TracingInt(s.ring_minibatches), TracingOps
+    )
     o, ends = s.order(), s.block_end
     for ticket in range(o.num_gemm_tasks):
         tile = traced.tile(
@@ -421,8 +427,9 @@ def test_traced_integers_decode_alike_without_control_flow_or_negative_division(
         for kind in (GATE_UP, DOWN, SHARED_DOWN):
             for by in ("load", "store"):
                 for wait in waits_of(kind, by):
-                    assert isinstance(wait.index(traced, tile) + 0, int)
+                    assert int(wait.index(traced, tile)) == wait.index(o, host)
+                    assert int(wait.required(traced, tile)) == wait.required(o, host)
                     if wait.when is not None:
-                        assert isinstance(wait.when(traced, tile), TracingBool)
+                        assert wait.when(traced, tile).value == wait.when(o, host)
     for group in range(o.num_dispatch_groups):
         assert tuple(map(int, traced.dispatch_group(TracingInt(group)))) == o.dispatch_group(group)
