@@ -1,0 +1,1 @@
+"""How a machine copies, lays out and multiplies a tile: equal members per machine."""

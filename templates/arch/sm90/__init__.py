@@ -1,0 +1,1 @@
+"""Hopper: wgmma, accumulators in registers."""

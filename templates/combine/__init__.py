@@ -1,0 +1,1 @@
+"""Results return to their owners and are summed."""

@@ -1,0 +1,1 @@
+"""Rows go to their experts."""

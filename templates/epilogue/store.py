@@ -1,0 +1,291 @@
+"""From accumulators to global memory: consumer warpgroups hand chunks of 64 columns to their store warp.
+
+A consumer warpgroup rounds its accumulators to bf16, writes a chunk (64 rows x 64 columns) to one of two buffers in
+shared memory, adds a message saying what the chunk is, and goes on to its next tile. Its store warp moves the chunk:
+by TMA to a matrix of this rank, or row by row to the owners (combine). So waiting for stores never stops the MMA.
+
+| pipeline | producer                | consumer      | arrivals per phase |
+|----------|-------------------------|---------------|--------------------|
+| chunk    | one consumer warpgroup  | its store warp | full: 128, every consumer thread; empty: 1 |
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from mok_cute.templates import signal
+from mok_cute.templates.combine.push import PushCombine
+from mok_cute.templates.grouped_gemm.mainloop_sm90 import tile_modes
+from mok_cute.templates.lanes import Untouched
+from mok_cute.templates.launch_args import PUSHES_DONE, LaunchArgs
+from mok_cute.templates.scheduler import order
+from mok_cute.templates.scheduler.dynamic import NO_WORD, SIGNAL_CODE, Task, device_order
+from mok_cute.templates.swiglu.forward import SwiGLU
+
+# What a chunk is. FINISHED ends the store warp.
+FINISHED, TO_HIDDEN, TO_SHARED_HIDDEN, TO_SAVED_GATE, TO_SAVED_UP, TO_SHARED_Y, TO_OWNERS = range(7)
+MATRIX_OF = {
+    TO_HIDDEN: "hidden_ring",
+    TO_SHARED_HIDDEN: "shared_hidden",
+    TO_SAVED_GATE: "saved_gate",
+    TO_SAVED_UP: "saved_up",
+    TO_SHARED_Y: "shared_y",
+}
+MESSAGE_WORDS = 16
+BUFFERS = 2
+
+
+class Message(NamedTuple):
+    target: Int32
+    row_tile: Int32  # 64-row tile of the target matrix (TO_OWNERS: of the routed rows)
+    col_tile: Int32  # 64-column tile
+    store_word: Int32  # wait before the first store of a tile; NO_WORD: none
+    publish_word: Int32  # add 1 after the last store of a tile; NO_WORD: not the last chunk
+    row_block: Int32  # for reports
+
+
+class Chunks(Untouched):
+    """One warpgroup's two buffers and their barriers."""
+
+    def __init__(self, full: cute.Pointer, empty: cute.Pointer, messages: cute.Pointer):
+        self.full, self.empty, self.messages = full, empty, messages  # BUFFERS each
+
+
+class Epilogue:
+    """The consumer side: arithmetic on the accumulators, then chunks of bf16 into shared memory."""
+
+    def __init__(self, swiglu: SwiGLU, tile_cols: int, out_cols: int, saves: bool = True):
+        self.swiglu, self.tile_cols, self.out_cols = swiglu, tile_cols, out_cols
+
+    @cute.jit
+    def hand_over(
+        self,
+        r2s: cute.TiledCopy,
+        src: cute.Tensor,  # bf16 fragment of the whole tile, in stmatrix order
+        dst: cute.Tensor,  # this thread's part of the staging, (.., buffers)
+        chunk: cutlass.Constexpr,  # which 64 columns of the tile
+        buffer: cutlass.Constexpr,
+        chunks: Chunks,
+        parity: Int32,  # of the buffers' present phase
+        message: Message,
+        thread: Int32,  # within the warpgroup
+    ):
+        cute.arch.mbarrier_wait(chunks.empty + buffer, parity ^ 1)
+        per = cute.size(dst, mode=[2])
+        for q in cutlass.range_constexpr(per):
+            cute.copy(r2s, src[(None, chunk * per + q), 0, 0], dst[None, 0, q, buffer])
+        cute.arch.fence_view_async_shared()  # the store warp's TMA reads what these threads wrote
+        if thread == 0:
+            words = chunks.messages + buffer * MESSAGE_WORDS
+            for i in cutlass.range_constexpr(len(message)):
+                words[i] = message[i]
+        cute.arch.mbarrier_arrive(chunks.full + buffer)
+
+    @cute.jit
+    def run(
+        self,
+        acc: cute.Tensor,  # f32 fragment: columns 0..127 gate and 128..255 up, or 256 columns of y
+        r2s: cute.TiledCopy,
+        r2s_thread: Any,
+        dst: cute.Tensor,
+        task: Task,
+        chunks: Chunks,
+        parity: Int32,
+        thread: Int32,
+        warpgroup: Int32,
+        save: Boolean,  # this tile belongs to the saved context
+    ) -> Int32:
+        """Hand over one tile; returns the parity for the next. Every tile is an even number of chunks."""
+        row_tile = task.row_block * 2 + warpgroup
+        ring_tile = task.operand_block * 2 + warpgroup
+        half = cute.size(acc) // 2
+        is_down = (task.kind == order.DOWN) | (task.kind == order.SHARED_DOWN)
+        out = cute.make_rmem_tensor(acc.shape, BFloat16)
+        out.store(acc.load().to(BFloat16))
+        if is_down:
+            target, rows = Int32(TO_OWNERS), row_tile
+            if task.kind == order.SHARED_DOWN:
+                target = Int32(TO_SHARED_Y)
+            count = self.tile_cols // self.out_cols
+            for c in cutlass.range_constexpr(count):
+                last = c == count - 1
+                message = Message(
+                    target,
+                    rows,
+                    task.col * count + c,
+                    Int32(NO_WORD),
+                    task.publish_word if const_expr(last) else Int32(NO_WORD),
+                    task.row_block,
+                )
+                self.hand_over(r2s, r2s_thread.retile(out), dst, c, c % 2, chunks, parity, message, thread)
+                if const_expr(c % 2 == 1):
+                    parity ^= 1
+        else:
+            # The activation sees gate and up as bf16, as they would be saved and replayed.
+            hidden32 = cute.make_rmem_tensor(acc.shape, Float32)
+            hidden32.store(out.load().to(Float32))
+            for i in cutlass.range_constexpr(half):
+                hidden32[i] = self.swiglu(hidden32[i], hidden32[i + half])
+            hidden = cute.make_rmem_tensor(acc.shape, BFloat16)
+            hidden.store(hidden32.load().to(BFloat16))
+            target = Int32(TO_HIDDEN)
+            if task.kind == order.SHARED_GATE_UP:
+                target = Int32(TO_SHARED_HIDDEN)
+            count = self.tile_cols // 2 // self.out_cols
+            for c in cutlass.range_constexpr(count):
+                last = c == count - 1
+                message = Message(
+                    target,
+                    ring_tile,
+                    task.col * count + c,
+                    task.store_word if const_expr(c == 0) else Int32(NO_WORD),
+                    task.publish_word if const_expr(last) else Int32(NO_WORD),
+                    task.row_block,
+                )
+                self.hand_over(r2s, r2s_thread.retile(hidden), dst, c, c % 2, chunks, parity, message, thread)
+                if const_expr(c % 2 == 1):
+                    parity ^= 1
+            if save:
+                for c in cutlass.range_constexpr(2 * count):
+                    message = Message(
+                        Int32(TO_SAVED_GATE if const_expr(c < count) else TO_SAVED_UP),
+                        row_tile,
+                        task.col * count + c % count,
+                        Int32(NO_WORD),
+                        Int32(NO_WORD),
+                        task.row_block,
+                    )
+                    self.hand_over(r2s, r2s_thread.retile(out), dst, c, c % 2, chunks, parity, message, thread)
+                    if const_expr(c % 2 == 1):
+                        parity ^= 1
+        return parity
+
+    @cute.jit
+    def finish(self, chunks: Chunks, parity: Int32, thread: Int32):
+        """Tell the store warp that no chunk follows."""
+        cute.arch.mbarrier_wait(chunks.empty, parity ^ 1)
+        if thread == 0:
+            chunks.messages[0] = Int32(FINISHED)
+        cute.arch.mbarrier_arrive(chunks.full)
+
+
+class StoreWarp:
+    """The store side: one warp per consumer warpgroup."""
+
+    def __init__(self, geometry: order.Geometry, push: PushCombine, matrices: tuple[int, ...]):
+        self.geometry, self.push, self.matrices = geometry, push, matrices
+
+    @cute.jit
+    def run(
+        self,
+        a: LaunchArgs,
+        stores: Any,  # name -> (copy atom, TMA tensor), boxes of (64, 64)
+        sOut: cute.Tensor,  # (64, 64, 2 warpgroups, 1, BUFFERS) bf16, swizzled
+        out_bytes: cute.Pointer,  # the same memory of this warpgroup's first buffer
+        warpgroup: Int32,
+        chunks: Chunks,
+        counters: Int64,
+        control: signal.WaitControl,
+        buffer_stride: cutlass.Constexpr,  # elements between the two buffers
+    ):
+        lane = cute.arch.lane_idx()
+        o = device_order(self.geometry, a)
+        total_pushes = order.total_pushes(o)
+        n = Int32(0)
+        going = Boolean(True)
+        while going:
+            buffer = n & 1
+            cute.arch.mbarrier_wait(chunks.full + buffer, (n >> 1) & 1)
+            words = chunks.messages + buffer * MESSAGE_WORDS
+            m = Message(*(words[i] for i in range(len(Message._fields))))
+            if m.store_word != NO_WORD:
+                # signal y_done[row block]   down store warps -> gate/up store warp, same GPU
+                #   data     none: it says that down has read the ring rows that are overwritten next
+                #   before   the down tile's loads completed before its rows could be pushed
+                #   publish  below, after the pushes
+                #   expect   every store warp of every down tile of the block that used these ring rows before
+                #   wait     acquire at gpu scope, then a proxy fence: TMA overwrites what TMA read
+                #   reset    by the next launch, which clears the set it does not use
+                if lane == 0:
+                    signal.wait_at_least(
+                        counters + Int64(m.store_word) * 4,
+                        Int32(self.geometry.arrivals_per_tile * self.geometry.down_cols),
+                        control,
+                        Int32(signal.ROLE_STORE),
+                        Int32(SIGNAL_CODE["y_done"]),
+                        m.store_word - a.y_done,
+                        False,
+                    )
+                    signal.async_reads_follow()
+                cute.arch.sync_warp()
+            # After a stop nothing leaves this CTA: what was computed may be garbage.
+            alive = cute.arch.vote_all_sync(signal.stopped(control) == 0)
+            if alive:
+                for target in self.matrices:  # unrolled while tracing
+                    if m.target == target:
+                        atom, tensor = stores[MATRIX_OF[target]]
+                        box = (64, 64)
+                        tSs, tSg = cpasync.tma_partition(
+                            atom,
+                            0,
+                            cute.make_layout(1),
+                            tile_modes(sOut),
+                            tile_modes(cute.local_tile(tensor, box, (None, None))),
+                        )
+                        if lane == 0:
+                            cute.copy(
+                                atom, tSs[None, warpgroup, 0, buffer], tSg[None, m.row_tile, m.col_tile]
+                            )
+                            cute.arch.cp_async_bulk_commit_group()
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                if m.target == TO_OWNERS:
+                    self.push.push_chunk(a, out_bytes + buffer * buffer_stride, m.row_tile, m.col_tile)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(chunks.empty + buffer)
+            if m.publish_word != NO_WORD:
+                if alive:
+                    self.publish(a, m, counters, control, total_pushes)
+            n += 1
+            going = m.target != FINISHED
+
+    @cute.jit
+    def publish(
+        self, a: LaunchArgs, m: Message, counters: Int64, control: signal.WaitControl, total_pushes: Int32
+    ):
+        """All chunks of a tile are on their way: make them visible, then say so."""
+        lane = cute.arch.lane_idx()
+        # signal hidden_ready / shared_hidden_ready[row block]   gate/up store warps -> down load warps, same GPU
+        #   data     the tile's hidden columns, stored by TMA (async proxy)
+        #   before   the storing lane waits until its stores are complete, then a proxy fence
+        #   publish  that lane adds 1 with release at gpu scope: two store warps per tile
+        #   expect   arrivals_per_tile x column tiles of the row block
+        #   wait     acquire at gpu scope by the load warp, then a proxy fence: TMA reads the rows next
+        #   reset    by the next launch, which clears the set it does not use
+        # shared_y_done: the same, read by plain loads in reduce.
+        if m.target != TO_OWNERS:
+            if lane == 0:
+                cute.arch.cp_async_bulk_wait_group(0)
+                signal.async_writes_precede()
+                signal.publish(counters + Int64(m.publish_word) * 4, Int32(1))
+        else:
+            # signal y_done[row block]      -> gate/up store warps that reuse the ring rows (above)
+            # signal pushes_done            -> whoever completes the count tells the peers (exit, see scheduler)
+            #   data     rows in the owners' combine buffers, stored by plain stores of all lanes
+            #   before   the warp's barrier orders all lanes' stores before lane 0
+            #   publish  acquire-release addition: the one that completes the count is ordered behind all others,
+            #            and its system-scope fence and release carry their stores to the peers
+            cute.arch.sync_warp()
+            last = Int32(0)
+            if lane == 0:
+                signal.publish(counters + Int64(m.publish_word) * 4, Int32(1))
+                before = cute.arch.atomic_add(
+                    signal.word_at(counters + PUSHES_DONE * 4), Int32(1), sem="acq_rel", scope="gpu"
+                )
+                last = Int32(before + 1 == total_pushes)
+            last = cute.arch.shuffle_sync(last, 0)
+            if last != 0:
+                self.push.tell_peers(a, control.epoch)

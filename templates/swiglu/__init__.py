@@ -1,0 +1,1 @@
+"""The activation between the two GEMMs of an expert."""

@@ -1,0 +1,23 @@
+"""Warp roles of a CTA and their registers, one table per machine."""
+
+from enum import IntEnum
+
+
+class Sm90Warps(IntEnum):
+    """First warp of each role on sm_90a: 12 warps, three warpgroups.
+
+    warpgroup 0   load, scheduler and two store warps; few registers
+    warpgroup 1   multiplies rows 0..63 of a tile, served by store warp 2
+    warpgroup 2   multiplies rows 64..127, served by store warp 3
+    """
+
+    LOAD = 0
+    SCHEDULER = 1
+    STORE = 2
+    CONSUMER = 4
+
+
+SM90_WARPS = 12
+# 512 registers for each triple of threads, one per warpgroup (64 Ki registers, 384 threads, multiples of 8).
+SM90_REGISTERS_SERVICE = 72
+SM90_REGISTERS_CONSUMER = 216
