@@ -132,6 +132,7 @@ class PullDispatch:
                         False,
                     )
             ok = Int32(cute.arch.vote_all_sync(ok != 0))
+            cute.arch.sync_warp()  # a vote orders no memory: lane 0's acquire comes before the other lanes' release
             # signal entry[rank]         the leader -> every peer's communication warps, between GPUs
             #   data     x in this rank's symmetric memory, and the end of its previous launch: by then it has
             #            read its combine buffer
@@ -164,6 +165,7 @@ class PullDispatch:
             ok = ok & got
             peer += 32
         ok = Int32(cute.arch.vote_all_sync(ok != 0))
+        cute.arch.sync_warp()
         signal.async_reads_follow()
         return ok
 

@@ -287,5 +287,6 @@ class StoreWarp:
                 )
                 last = Int32(before + 1 == total_pushes)
             last = cute.arch.shuffle_sync(last, 0)
+            cute.arch.sync_warp()  # a shuffle orders no memory: lane 0's acquire comes before the other lanes' release
             if last != 0:
                 self.push.tell_peers(a, control.epoch)

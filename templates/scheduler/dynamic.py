@@ -175,7 +175,9 @@ class TicketScheduler:
                 False,
             )
             ok = ok & got
-        return cute.arch.vote_all_sync(ok != 0)
+        ok = Int32(cute.arch.vote_all_sync(ok != 0))
+        cute.arch.sync_warp()  # a vote orders no memory: every lane's acquire comes before lane 0 fills the slot
+        return ok
 
     @cute.jit
     def run(
@@ -215,7 +217,7 @@ class TicketScheduler:
             if ticket >= o.num_gemm_tasks:
                 if ticket < o.num_tasks:
                     if reduce_checked == 0:
-                        if self.may_reduce(a, counters, o, control):
+                        if self.may_reduce(a, counters, o, control) != 0:
                             reduce_checked = Int32(1)
                     if reduce_checked != 0:
                         kind = Int32(order.REDUCE)
