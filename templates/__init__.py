@@ -1,0 +1,1 @@
+"""Device code: the templates that are traced into kernels."""

@@ -1,0 +1,1 @@
+"""The kernels that build the schedule: publish, count, place."""
