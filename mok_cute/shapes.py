@@ -59,10 +59,16 @@ class MoEShape:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> MoEShape:
-        """A published model's layer by name, with single sizes replaced by ``overrides`` (None: not replaced)."""
+        """A published model's layer by name, with single sizes replaced by ``overrides`` (None: not replaced).
+
+        Taking the shared expert away (shared_intermediate=0) takes its per-token factor away too.
+        """
         if name not in PRESETS:
             raise ConfigError(f"preset={name!r}: unknown; choose one of {', '.join(PRESETS)}.")
-        return replace(PRESETS[name], **{key: value for key, value in overrides.items() if value is not None})
+        given = {key: value for key, value in overrides.items() if value is not None}
+        if given.get("shared_intermediate") == 0:
+            given.setdefault("shared_factor", False)
+        return replace(PRESETS[name], **given)
 
     def local_experts(self, ep_size: int) -> int:
         """Experts per rank, ceil(E / P): what kernels are compiled for. The last ranks may own fewer."""
