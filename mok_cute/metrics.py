@@ -1,176 +1,186 @@
-"""How far a result is from the fp32 reference, in units of the error that bf16 torch makes itself."""
+"""How far a result is from the truth, as a multiple of what bf16 torch itself is off.
+
+``error_vs_torch_bf16`` is the ratio of two Frobenius norms over all ranks: ours minus the FP32 reference, and the bf16
+baseline minus the FP32 reference. A small result gives a noisy ratio, so it is pooled over 32 input seeds.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LARGE_ROUTES, LARGE_ELEMENTS = 64, 4096  # from here on one set of inputs is a sample large enough
-LARGE_LIMIT, POOLED_LIMIT = 1.1, 1.2
-POOLED_SEEDS = 32
-CHUNK_ELEMENTS = 1 << 24  # bounds the fp64 temporaries
+from mok_cute.errors import ConfigError
+
+LARGE_ROUTES = 64
+LARGE_ELEMENTS = 4096
+LARGE_LIMIT = 1.1
+SMALL_LIMIT = 1.2
+SMALL_SEEDS = 32
+
+_CHUNK_ELEMENTS = 1 << 24  # keeps the FP64 temporaries of a large result small
 
 
 @dataclass(frozen=True)
 class ResultFigures:
-    """The figures of one result, pooled over ranks.
+    """Figures of one result, over all ranks and all pooled seeds.
 
-    error_vs_torch_bf16   our error over bf16 torch's, Frobenius norms; None when both are exactly 0; inf when only
-                          torch's is; nan when a result holds one
-    limit                 the largest ratio that passes, for this many routes and elements
-    seeds                 how many sets of inputs the ratio is pooled over
+    max_abs              largest absolute difference from the FP32 reference
+    rel_l1               sum of absolute differences over the sum of the reference's absolute values
+    error_vs_torch_bf16  None where both errors are exactly 0
+    limit                what the ratio may be
+    seeds                how many input seeds were pooled
+    sha256               of the bytes of all ranks' tensors, rank by rank and seed by seed
+    ok, reason           the verdict; the reason is empty where ok
     """
 
-    name: str
-    ok: bool
     max_abs: float
     rel_l1: float
     error_vs_torch_bf16: float | None
     limit: float
-    sha256: str
-    routes: int
-    elements: int
     seeds: int
+    sha256: str
+    ok: bool
+    reason: str
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps. JSON knows no inf and no nan: both become the largest float, which fails too."""
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; JSON has no NaN and no infinity, so they become the words "nan" and "inf"."""
+        fields = asdict(self)
         return {
-            key: sys.float_info.max if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(self).items()
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in fields.items()
         }
 
 
 class ErrorPool:
-    """Squared errors of one result over ranks and, for small results, over input seeds.
-
-    Add one set of inputs at a time until ``complete``; ``ratio`` and ``ok`` then give the verdict. A large result is
-    complete after the first set, a small one after 32.
-    """
+    """Collects one result over its ranks and over input seeds: one ``add`` per seed, then ``figures``."""
 
     def __init__(self) -> None:
-        self.ours_squared = 0.0
-        self.baseline_squared = 0.0
-        self.seeds = 0
-        self.routes = 0  # of the smallest set added, as are the elements
-        self.elements = 0
+        self._ours_sq = 0.0
+        self._baseline_sq = 0.0
+        self._abs = 0.0
+        self._reference_abs = 0.0
+        self._max_abs = 0.0
+        self._hash = hashlib.sha256()
+        self._seeds = 0
+        self._routes: list[int] = []
+        self._elements: list[int] = []
 
-    def add(
-        self, ours: Sequence[Tensor], baseline: Sequence[Tensor], reference: Sequence[Tensor], *, routes: int
-    ) -> None:
-        """Add one set of inputs: a result's tensors on all ranks, and the routes of all ranks that reach an expert."""
-        self.ours_squared += squared_error(ours, reference)
-        self.baseline_squared += squared_error(baseline, reference)
-        elements = sum(tensor.numel() for tensor in reference)
-        self.routes = routes if self.seeds == 0 else min(routes, self.routes)
-        self.elements = elements if self.seeds == 0 else min(elements, self.elements)
-        self.seeds += 1
+    def add(self, ours: Sequence[Tensor], baseline: Sequence[Tensor], reference: Sequence[Tensor], routes: int) -> None:
+        """One seed: the tensors of every rank, and the routes of all ranks together that made them."""
+        if not len(ours) == len(baseline) == len(reference):
+            raise ConfigError(
+                f"ErrorPool.add: {len(ours)} results, {len(baseline)} baselines, {len(reference)} references: "
+                "pass one of each per rank."
+            )
+        for mine, theirs, exact in zip(ours, baseline, reference, strict=True):
+            if not mine.shape == theirs.shape == exact.shape:
+                raise ConfigError(
+                    f"ErrorPool.add: shapes {tuple(mine.shape)}, {tuple(theirs.shape)}, {tuple(exact.shape)} differ."
+                )
+            self._add_tensor(mine, theirs, exact)
+        _update(self._hash, ours)
+        self._seeds += 1
+        self._routes.append(routes)
+        self._elements.append(sum(tensor.numel() for tensor in ours))
+
+    def _add_tensor(self, ours: Tensor, baseline: Tensor, reference: Tensor) -> None:
+        for mine, theirs, exact in zip(_chunks(ours), _chunks(baseline), _chunks(reference), strict=True):
+            truth = exact.double().to(mine.device)
+            difference = (mine.double() - truth).abs()
+            figures = torch.stack(
+                (
+                    difference.square().sum(),
+                    (theirs.to(mine.device).double() - truth).square().sum(),
+                    difference.sum(),
+                    truth.abs().sum(),
+                    difference.max(),
+                )
+            )
+            ours_sq, baseline_sq, total, reference_abs, largest = figures.tolist()
+            self._ours_sq += ours_sq
+            self._baseline_sq += baseline_sq
+            self._abs += total
+            self._reference_abs += reference_abs
+            # max() of Python would lose a NaN or keep it by luck of the order
+            self._max_abs = math.nan if math.isnan(largest) else max(largest, self._max_abs)
+            if math.isnan(self._ours_sq):
+                self._max_abs = math.nan
 
     @property
     def is_large(self) -> bool:
-        return self.routes >= LARGE_ROUTES and self.elements >= LARGE_ELEMENTS
+        """Whether one seed is enough."""
+        return min(self._routes, default=0) >= LARGE_ROUTES and min(self._elements, default=0) >= LARGE_ELEMENTS
 
     @property
-    def complete(self) -> bool:
-        """Enough inputs for a verdict. A result without elements needs no more than one set."""
-        if self.seeds == 0:
-            return False
-        return self.is_large or self.elements == 0 or self.seeds >= POOLED_SEEDS
+    def seeds_wanted(self) -> int:
+        """Input seeds that the verdict needs: 1 for a large or an empty result, otherwise 32."""
+        return 1 if self._seeds and (self.is_large or not any(self._elements)) else SMALL_SEEDS
 
     @property
-    def limit(self) -> float:
-        return LARGE_LIMIT if self.is_large else POOLED_LIMIT
+    def is_complete(self) -> bool:
+        return self._seeds >= self.seeds_wanted
 
-    @property
-    def ratio(self) -> float | None:
-        """Our error over bf16 torch's; None when both are exactly 0, inf when only torch's is."""
-        if self.ours_squared == 0 and self.baseline_squared == 0:
-            return None
-        if self.baseline_squared == 0:
-            return math.nan if math.isnan(self.ours_squared) else math.inf
-        return math.sqrt(self.ours_squared / self.baseline_squared)
-
-    @property
-    def ok(self) -> bool:
-        """The verdict; an inf or nan ratio fails. Asked for before ``complete`` it is our own mistake."""
-        assert self.complete, f"{self.seeds} of {POOLED_SEEDS} input sets added: too few for a verdict"
-        return self.ratio is None or self.ratio <= self.limit
+    def figures(self) -> ResultFigures:
+        if not self._seeds:
+            raise ConfigError("ErrorPool.figures: nothing was added; call add first.")
+        limit = LARGE_LIMIT if self.is_large else SMALL_LIMIT
+        ratio = _ratio(math.sqrt(self._ours_sq), math.sqrt(self._baseline_sq))
+        reason = ""
+        if ratio is not None and not ratio <= limit:  # a NaN is not at most the limit
+            reason = f"error_vs_torch_bf16={ratio:.6g}: at most {limit}"
+        elif not self.is_complete:
+            reason = f"seeds={self._seeds}: a small result is judged over {self.seeds_wanted} input seeds"
+        return ResultFigures(
+            max_abs=self._max_abs,
+            rel_l1=_ratio(self._abs, self._reference_abs) or 0.0,
+            error_vs_torch_bf16=ratio,
+            limit=limit,
+            seeds=self._seeds,
+            sha256=self._hash.hexdigest(),
+            ok=not reason,
+            reason=reason,
+        )
 
 
 def error_vs_torch_bf16(
     ours: Sequence[Tensor], baseline: Sequence[Tensor], reference: Sequence[Tensor]
 ) -> float | None:
-    """The ratio for one set of inputs: ||ours - reference|| / ||baseline - reference||, pooled over ranks."""
+    """The bare ratio, pooled over ranks; None where both errors are exactly 0."""
     pool = ErrorPool()
     pool.add(ours, baseline, reference, routes=0)
-    return pool.ratio
+    return pool.figures().error_vs_torch_bf16
 
 
-def figures(name: str, ours: Sequence[Tensor], reference: Sequence[Tensor], pool: ErrorPool) -> ResultFigures:
-    """The figures of a result: differences and hash of this set of inputs, ratio and verdict of the complete pool."""
-    return ResultFigures(
-        name=name,
-        ok=pool.ok,
-        max_abs=max_abs(ours, reference),
-        rel_l1=rel_l1(ours, reference),
-        error_vs_torch_bf16=pool.ratio,
-        limit=pool.limit,
-        sha256=sha256(ours),
-        routes=pool.routes,
-        elements=pool.elements,
-        seeds=pool.seeds,
-    )
+def _ratio(error: float, against: float) -> float | None:
+    if error == 0 and against == 0:
+        return None
+    if against == 0:
+        return math.nan if math.isnan(error) else math.inf
+    if math.isinf(error) and math.isinf(against):
+        return math.nan
+    return error / against
 
 
-def squared_error(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """Sum over all ranks and elements of the squared difference, in fp64."""
-    return sum((float((a - b).square().sum()) for a, b in _pairs(tensors, reference)), 0.0)
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    flat = tensor.detach().reshape(-1)
+    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
+        yield flat[start : start + _CHUNK_ELEMENTS]
 
 
-def max_abs(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """The largest absolute difference; nan if there is one; 0 without elements."""
-    largest = 0.0
-    for a, b in _pairs(tensors, reference):
-        here = float((a - b).abs().max())
-        if math.isnan(here):
-            return here
-        largest = max(largest, here)
-    return largest
-
-
-def rel_l1(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """Sum of absolute differences over the sum of absolute reference values; 0 when both are 0."""
-    difference = magnitude = 0.0
-    for a, b in _pairs(tensors, reference):
-        difference += float((a - b).abs().sum())
-        magnitude += float(b.abs().sum())
-    if magnitude == 0:
-        return 0.0 if difference == 0 else difference * math.inf
-    return difference / magnitude
-
-
-def sha256(tensors: Tensor | Sequence[Tensor]) -> str:
-    """Hash of the elements' bytes in row-major order; of several tensors one after the other, in rank order."""
+def sha256(tensors: Tensor | Iterable[Tensor]) -> str:
+    """Of the tensors' elements as bytes, in row-major order, one tensor after the other."""
     digest = hashlib.sha256()
-    for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
-        for chunk in tensor.detach().reshape(-1).split(CHUNK_ELEMENTS):
-            digest.update(chunk.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    _update(digest, [tensors] if isinstance(tensors, Tensor) else tensors)
     return digest.hexdigest()
 
 
-def _pairs(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both sides in fp64, in chunks; shapes must agree, since broadcasting would compare the wrong elements."""
-    for a, b in zip(tensors, reference, strict=True):
-        assert a.shape == b.shape, f"a result of shape {tuple(a.shape)} against a reference of {tuple(b.shape)}"
-        chunks = zip(
-            a.detach().reshape(-1).split(CHUNK_ELEMENTS), b.detach().reshape(-1).split(CHUNK_ELEMENTS), strict=True
-        )
-        for a_chunk, b_chunk in chunks:
-            if b_chunk.numel():
-                yield a_chunk.double(), b_chunk.to(a_chunk.device).double()
+def _update(digest: Any, tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        for chunk in _chunks(tensor):
+            digest.update(chunk.contiguous().view(torch.uint8).cpu().numpy().data)
