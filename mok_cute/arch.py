@@ -32,9 +32,10 @@ class Arch:
         for arch in ARCHS.values():
             if arch.capability == capability:
                 return arch
+        known = ", ".join(f"{major}.{minor}" for major, minor in (arch.capability for arch in ARCHS.values()))
         raise UnsupportedError(
             f"device={device} ({torch.cuda.get_device_name(device)}): compute capability {capability[0]}."
-            f"{capability[1]} is none of {', '.join('%d.%d' % a.capability for a in ARCHS.values())}; use such a GPU."
+            f"{capability[1]} is none of {known}; use such a GPU."
         )
 
 
