@@ -7,7 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONSTRAINTS := constraints/constraints-cpu.txt
-SOURCES := mok_cute templates tests
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+PINS := $(if $(HAS_GPU),,-c $(CONSTRAINTS))
 
 .PHONY: demo test test-slow lint format setup wheel clean
 
@@ -38,12 +39,8 @@ setup: $(READY)
 # The stamp is newer than what decides the set-up, so a second run installs nothing.
 $(READY): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	if nvidia-smi -L >/dev/null 2>&1; then \
-	    $(BIN)/python -m pip install $(PIP_ARGS) "torch>=2.10"; \
-	else \
-	    $(BIN)/python -m pip install $(PIP_ARGS) -c $(CONSTRAINTS) torch; \
-	fi
-	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[dev]"
+	$(BIN)/python -m pip install $(PIP_ARGS) $(PINS) "torch>=2.10"
+	$(BIN)/python -m pip install $(PIP_ARGS) $(PINS) -e ".[dev]"
 	touch $@
 
 wheel: $(READY)

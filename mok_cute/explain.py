@@ -1,7 +1,7 @@
 """What a launch will do, as plain tables: sizes, phases, the order of tasks, signals and the workspace.
 
-The tables come from the same declarations as the kernel: ``MoEShape``, ``KernelConfig``, ``templates/scheduler/order.py``
-and the workspace table. The command line prints them; nothing here needs a GPU.
+The tables come from the same declarations as the kernel: ``MoEShape``, ``KernelConfig``, the workspace table and
+``templates/scheduler/order.py``. The command line prints them; nothing here needs a GPU.
 """
 
 from __future__ import annotations

@@ -3,16 +3,19 @@
 Everything a worker waits for, announces, reads and writes comes from ``templates/scheduler/order.py``; this file adds
 only who runs what, and the few signals around the order: x_staged, entry, exit and the clearing of counters.
 
-| step     | worker            | waits              | accesses                               | announces |
-|----------|-------------------|--------------------|----------------------------------------|-----------|
-| stage    | communication     |                    | writes its share of symmetric x        | x_staged |
-| enter    | first of them     | x_staged of all    |                                        | entry (exit, when it pushes nothing) |
-| met      | communication     | entry of all peers |                                        | |
-| dispatch | communication     | as declared        | reads x of the owners, writes the ring | as declared |
-| load     | compute, per task | as declared        | reads its A operand                    | |
-| store    | compute, per task and store warp | as declared | writes its part of the tile    | as declared; exit with the last push |
-| reduce   | compute, per task | as declared        | reads combine and shared_y, writes y   | |
-| clear    | any               |                    | zeroes the counter set of the next launch | |
+| step     | worker        | waits              | accesses                               | announces       |
+|----------|---------------|--------------------|----------------------------------------|-----------------|
+| stage    | communication |                    | writes its share of symmetric x        | x_staged        |
+| enter    | first of them | x_staged of all    |                                        | entry (1)       |
+| met      | communication | entry of all peers |                                        |                 |
+| dispatch | communication | as declared        | reads x of the owners, writes the ring | as declared     |
+| load     | compute       | as declared        | reads its A operand                    |                 |
+| store    | compute (2)   | as declared        | writes its part of the tile            | as declared (3) |
+| reduce   | compute       | as declared        | reads combine and shared_y, writes y   |                 |
+| clear    | any           |                    | zeroes the next launch's counter set   |                 |
+
+(1) and exit, when it pushes nothing; (2) load, store and reduce are one step per task, store one per store warp as
+well; (3) and exit with the last push.
 
 Memory is tracked by cell and version: a version is a launch and, in a ring, a row block. Each cell must see its
 versions in order, each written once, and all reads of a version between its write and the next. ``System`` turns that

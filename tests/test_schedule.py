@@ -120,7 +120,7 @@ def test_reference_is_empty_when_no_rank_has_tokens():
 def test_reference_rows_are_a_permutation_of_all_valid_routes():
     shape = make_shape(64, 8)
     ids = [random_ids(seed, 500, shape) for seed in range(4)]
-    seen = set()
+    seen: set[tuple[int, int]] = set()
     for rank in range(4):
         built = build_schedule_reference(ids, shape, rank, 4, 512)
         live = built.peer_rank >= 0

@@ -141,7 +141,7 @@ def test_counts_equal_the_enumeration(s: Sizes):
     assert o.num_tasks - o.num_gemm_tasks == o.num_reduce_tasks == -(-s.num_tokens // g.tokens_per_reduce)
     downs = [t for phase in phases for t in phase if t[0] == DOWN]
     assert order.total_pushes(o) == g.arrivals_per_tile * len(downs)
-    for i, step in enumerate(expected_steps(s)):
+    for i in range(len(expected_steps(s))):
         before = [t for previous in expected_steps(s)[:i] for t in previous]
         assert o.step_start(i) == sum(len(p) for p in phases if p and (min(p)[0], min(p)[1]) in before)
 
@@ -266,7 +266,7 @@ def test_down_follows_one_whole_minibatch_behind_unless_the_ring_holds_one(s: Si
             assert first_down[z] < last_up[z + o.lookahead + 1]
 
 
-# -- dispatch ------------------------------------------------------------------------------------------------------------
+# -- dispatch ----------------------------------------------------------------------------------------------------------
 
 
 @given(any_sizes())
@@ -297,7 +297,7 @@ def test_dispatch_waits_only_for_minibatches_dispatched_a_whole_ring_earlier(s: 
             assert guard.required(o, t) == s.geometry.arrivals_per_tile * s.geometry.gate_up_cols
 
 
-# -- the declaration itself ---------------------------------------------------------------------------------------------
+# -- the declaration itself --------------------------------------------------------------------------------------------
 
 
 def test_phases_use_only_declared_signals_and_each_kind_once():
