@@ -14,8 +14,8 @@ only who runs what, and the few signals around the order: x_staged, entry, exit 
 | reduce   | compute       | as declared        | reads combine and shared_y, writes y   |                 |
 | clear    | any           |                    | zeroes the next launch's counter set   |                 |
 
-(1) and exit, when it pushes nothing; (2) load, store and reduce are one step per task, store one per store warp as
-well; (3) and exit with the last push.
+(1) and exit, when it pushes nothing. (2) load and reduce run once per task, store once per task and store warp.
+(3) and exit with the last push.
 
 Memory is tracked by cell and version: a version is a launch and, in a ring, a row block. Each cell must see its
 versions in order, each written once, and all reads of a version between its write and the next. ``System`` turns that
