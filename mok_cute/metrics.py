@@ -107,10 +107,7 @@ class ErrorPool:
             self._baseline_sq += baseline_sq
             self._abs += total
             self._reference_abs += reference_abs
-            # max() of Python would lose a NaN or keep it by luck of the order
-            self._max_abs = math.nan if math.isnan(largest) else max(largest, self._max_abs)
-            if math.isnan(self._ours_sq):
-                self._max_abs = math.nan
+            self._max_abs = max(largest, self._max_abs)
 
     @property
     def is_large(self) -> bool:
@@ -137,7 +134,7 @@ class ErrorPool:
         elif not self.is_complete:
             reason = f"seeds={self._seeds}: a small result is judged over {self.seeds_wanted} input seeds"
         return ResultFigures(
-            max_abs=self._max_abs,
+            max_abs=math.nan if math.isnan(self._abs) else self._max_abs,  # max() may lose a NaN
             rel_l1=_ratio(self._abs, self._reference_abs) or 0.0,
             error_vs_torch_bf16=ratio,
             limit=limit,
@@ -162,9 +159,7 @@ def _ratio(error: float, against: float) -> float | None:
         return None
     if against == 0:
         return math.nan if math.isnan(error) else math.inf
-    if math.isinf(error) and math.isinf(against):
-        return math.nan
-    return error / against
+    return math.nan if math.isinf(against) else error / against  # an infinite baseline measures nothing
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:

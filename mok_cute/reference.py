@@ -1,6 +1,7 @@
 """The layer in slow, plain torch: the definition of correct, and the bf16 baseline that errors are measured against.
 
-All ranks are computed in one process, expert by expert. The arithmetic is given by an ``Arithmetic``: ``EXACT`` works
+All ranks are computed in one process, expert by expert. Of the shape it takes experts, topk and limit; widths are the
+tensors' own, so that small tests may use widths that no kernel accepts. The arithmetic is given by an ``Arithmetic``: ``EXACT`` works
 in FP32 (FP64 where x is FP64) and rounds nothing; ``TORCH_BF16`` rounds to bf16 wherever plain bf16 torch would.
 
     P ranks, rank r has T_r tokens          E_local = ceil(num_experts / P), global expert g on rank g // E_local
@@ -44,6 +45,14 @@ class RankGradients(NamedTuple):
     d_shared_factor: Tensor | None  # (tokens,)
 
 
+class Preactivations(NamedTuple):
+    """What backward needs of routed rows, zero on padding rows."""
+
+    gate: Tensor  # (rows, intermediate), before the clamp
+    up: Tensor
+    x: Tensor  # (rows, hidden) in its own dtype
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """How numbers are kept between steps. ``rounds`` None: as computed."""
@@ -72,14 +81,20 @@ TORCH_BF16 = Arithmetic(rounds=torch.bfloat16)
 @contextmanager
 def full_precision_matmul() -> Iterator[None]:
     """FP32 products are FP32 products inside (no TF32, no bf16); the settings found are restored on the way out."""
+    # Torch keeps an older and a newer form of this setting and refuses to multiply where they disagree. The older call
+    # writes both; on the way out both are written back.
     places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    found = [place.fp32_precision for place in places]
+    newer = [place.fp32_precision for place in places]
     try:
-        for place in places:
-            place.fp32_precision = "ieee"
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # only the newer form was used before, so the older one is at its default
+        older = "highest"
+    torch.set_float32_matmul_precision("highest")
+    try:
         yield
     finally:
-        for place, precision in zip(places, found, strict=True):
+        torch.set_float32_matmul_precision(older)
+        for place, precision in zip(places, newer, strict=True):
             place.fp32_precision = precision
 
 
@@ -201,9 +216,9 @@ class _Layer:
 
     def expert_outputs(self) -> list[Tensor]:
         """Per rank (tokens, topk, hidden): each route's expert output as stored, zero where the route is dropped."""
-        topk, hidden = self.shape.topk, self.shape.hidden
+        topk = self.shape.topk
         xs = [self.x(rank) for rank in range(len(self.xs))]
-        outputs = [x.new_zeros(x.shape[0] * topk, hidden) for x in xs]
+        outputs = [x.new_zeros(x.shape[0] * topk, x.shape[1]) for x in xs]
         for owner, local_expert, routes in self.experts():
             counts = [len(r) for r in routes]
             if not sum(counts):
@@ -214,7 +229,7 @@ class _Layer:
             out = self.arithmetic.matmul(h.hidden, weights.down.T)
             for rank, part in enumerate(out.split(counts)):
                 outputs[rank].index_copy_(0, routes[rank], part)
-        return [out.view(-1, topk, hidden) for out in outputs]
+        return [out.view(-1, topk, out.shape[1]) for out in outputs]
 
     def shared_hidden(self, rank: int) -> tuple[_Hidden, Weights]:
         assert self.shared is not None
@@ -284,7 +299,7 @@ def _backward(layer: _Layer, d_ys: list[Tensor]) -> list[RankGradients]:
     ranks = range(len(layer.xs))
     xs = [layer.x(rank) for rank in ranks]
     route_weights = [layer.route_weights(rank).reshape(-1, 1) for rank in ranks]
-    d_x_routes = [x.new_zeros(x.shape[0] * topk, shape.hidden) for x in xs]
+    d_x_routes = [x.new_zeros(x.shape[0] * topk, x.shape[1]) for x in xs]
     d_route_weights = [x.new_zeros(x.shape[0] * topk) for x in xs]
     kept = layer.dtype if arithmetic.rounds is None else arithmetic.rounds
     d_routed = [Weights(*(torch.zeros_like(stack, dtype=kept) for stack in stacks)) for stacks in layer.routed]
@@ -310,7 +325,7 @@ def _backward(layer: _Layer, d_ys: list[Tensor]) -> list[RankGradients]:
     for rank in ranks:
         d_x, d_shared, d_factor = _shared_backward(layer, rank, xs[rank], d_ys[rank])
         for k in range(topk):
-            d_x = d_x + d_x_routes[rank].view(-1, topk, shape.hidden)[:, k]
+            d_x = d_x + d_x_routes[rank].view(-1, topk, d_x.shape[1])[:, k]
         d_topk_weights = d_route_weights[rank].view(-1, topk)
         results.append(RankGradients(arithmetic.result(d_x), d_topk_weights, d_routed[rank], d_shared, d_factor))
     return results
@@ -342,25 +357,24 @@ def routed_preactivations(
     peer_route: Tensor,
     *,
     arithmetic: Arithmetic = EXACT,
-) -> Weights:
-    """Gate and up, (rows, intermediate) in FP32 or FP64 and before the clamp, of rows given in schedule order.
+) -> Preactivations:
+    """Gate and up in FP32 or FP64, and x, of rows given in schedule order.
 
-    Row i is route ``peer_route[i]`` = token * topk + k of rank ``peer_rank[i]``; where that is -1 the row stays zero.
-    The third field is the gathered x, (rows, hidden) in its own dtype, likewise zero on padding.
+    Row i is route ``peer_route[i]`` = token * topk + k of rank ``peer_rank[i]``; where that is -1 the row is padding.
     """
     dtype = arithmetic.working_dtype(xs[0])
     each, topk = shape.local_experts(len(xs)), shape.topk
     device = xs[0].device
     peer_rank, peer_route = peer_rank.to(device).long(), peer_route.to(device).long()
     rows = len(peer_rank)
-    x_rows = xs[0].new_zeros(rows, shape.hidden)
+    x_rows = xs[0].new_zeros(rows, xs[0].shape[1])
     experts = torch.full((rows,), -1, dtype=torch.long, device=device)
     for rank, x in enumerate(xs):
         of_rank = torch.nonzero(peer_rank == rank).reshape(-1)
         routes = peer_route[of_rank]
         x_rows[of_rank] = x[routes // topk]
         experts[of_rank] = topk_ids[rank].to(device).reshape(-1)[routes].long()
-    gate = torch.zeros(rows, shape.intermediate, dtype=dtype, device=device)
+    gate = torch.zeros(rows, routed[0][0].shape[1], dtype=dtype, device=device)
     up = torch.zeros_like(gate)
     with full_precision_matmul():
         for expert in torch.unique(experts).tolist():
@@ -371,4 +385,4 @@ def routed_preactivations(
             gates, ups, _ = routed[expert // each]
             gate[of_expert] = arithmetic.matmul(x_expert, gates[expert % each].to(dtype).T)
             up[of_expert] = arithmetic.matmul(x_expert, ups[expert % each].to(dtype).T)
-    return Weights(gate, up, x_rows)
+    return Preactivations(gate, up, x_rows)

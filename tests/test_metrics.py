@@ -1,120 +1,158 @@
-"""The error ratio: what it is, when it passes, and how small results are pooled."""
-
-from __future__ import annotations
+"""The error ratio: its pooling, its limits, and everything that must never pass."""
 
 import hashlib
 import json
 import math
-import sys
 
 import pytest
 import torch
+from compare import assert_near, assert_same_bits
 
-from mok_cute import metrics
+from mok_cute.errors import ConfigError
+from mok_cute.metrics import SMALL_SEEDS, ErrorPool, error_vs_torch_bf16, sha256
+
+LARGE = 4096
+NAN, INF = math.nan, math.inf
 
 
-def pool_of(ours: list[float], baseline: list[float], *, routes: int = 64, elements: int = 4096, seeds: int = 1):
-    """A pool whose result is the reference 0 everywhere but in the first elements, which hold the errors."""
-    pool = metrics.ErrorPool()
+def figures_of(ours, baseline, reference, routes=64, seeds=1):
+    pool = ErrorPool()
     for _ in range(seeds):
-        tensors = []
-        for errors in (ours, baseline, []):
-            tensor = torch.zeros(elements)
-            tensor[: len(errors)] = torch.tensor(errors)
-            tensors.append(list(tensor.split(max(1, elements // 3))))  # uneven ranks
-        pool.add(*tensors, routes=routes)
-    return pool
+        pool.add([ours], [baseline], [reference], routes)
+    return pool.figures()
 
 
-def test_ratio_is_of_frobenius_norms_pooled_over_ranks():
-    reference = [torch.tensor([1.0, 2.0]), torch.tensor([[4.0]])]
-    ours = [torch.tensor([4.0, 2.0]), torch.tensor([[8.0]])]  # errors 3 and 4: norm 5
-    baseline = [torch.tensor([1.0, 4.0]), torch.tensor([[4.0]])]  # error 2
-    assert metrics.error_vs_torch_bf16(ours, baseline, reference) == 2.5
+def constant_errors(ours: float, baseline: float, elements: int = LARGE):
+    reference = torch.full((elements,), 2.0)
+    return reference + ours, reference + baseline, reference
 
 
-def test_ratio_is_measured_in_fp64_when_results_are_bf16():
-    reference = [torch.full((1000,), 1.0 + 2**-20)]
-    ours = [torch.ones(1000, dtype=torch.bfloat16)]
-    assert metrics.error_vs_torch_bf16(ours, [torch.ones(1000)], reference) == 1.0
-    assert metrics.squared_error(ours, reference) == pytest.approx(1000 * 2.0**-40, rel=1e-12)
+@pytest.mark.parametrize("where", ["ours", "baseline", "reference"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_figures_never_pass_when_an_operand_is_not_finite(where, bad):
+    operands = dict(zip(("ours", "baseline", "reference"), constant_errors(0.5, 0.5), strict=True))
+    operands[where] = operands[where].clone()
+    operands[where][17] = bad
+    assert not figures_of(*operands.values()).ok
 
 
-@pytest.mark.parametrize(("ours", "ok"), [(1.1, True), (1.101, False)])
-def test_limit_is_tight_when_the_result_is_large(ours, ok):
-    pool = pool_of([ours * 2.0**-10], [2.0**-10])
-    assert pool.complete and pool.limit == 1.1
-    assert pool.ok is ok or pool.ratio == pytest.approx(1.1)  # 1.1 itself is rounded in fp32
+@pytest.mark.parametrize("bad_seed", [0, 1])
+def test_figures_keep_a_nan_when_it_comes_first_or_last(bad_seed):
+    pool = ErrorPool()
+    for seed in range(2):
+        ours, baseline, reference = constant_errors(NAN if seed == bad_seed else 0.5, 0.5)
+        pool.add([ours], [baseline], [reference], 64)
+    figures = pool.figures()
+    assert not figures.ok and math.isnan(figures.max_abs) and math.isnan(figures.error_vs_torch_bf16)
 
 
-@pytest.mark.parametrize(("routes", "elements"), [(63, 4096), (64, 4095), (0, 10**4)])
-def test_small_results_pool_32_seeds_when(routes, elements):
-    for seeds in (1, 31):
-        assert not pool_of([1.0], [1.0], routes=routes, elements=elements, seeds=seeds).complete
-    for error, ok in ((1.19, True), (1.21, False)):
-        pool = pool_of([error], [1.0], routes=routes, elements=elements, seeds=32)
-        assert pool.complete and pool.limit == 1.2 and pool.ok is ok and pool.ratio == pytest.approx(error)
+def test_figures_fail_when_the_baseline_is_exact_and_ours_is_not():
+    figures = figures_of(*constant_errors(2.0**-20, 0.0))
+    assert figures.error_vs_torch_bf16 == INF and not figures.ok
 
 
-def test_pool_adds_squares_of_all_seeds_before_the_ratio():
-    pool = metrics.ErrorPool()
-    for ours, baseline in ((3.0, 1.0), (4.0, 0.0)):
-        pool.add([torch.tensor([ours])], [torch.tensor([baseline])], [torch.tensor([0.0])], routes=1)
-    assert pool.ratio == 5.0
+def test_ratio_is_null_and_passes_when_both_are_exact():
+    figures = figures_of(*constant_errors(0.0, 0.0))
+    assert figures.error_vs_torch_bf16 is None and figures.ok and figures.rel_l1 == 0 == figures.max_abs
 
 
-def test_verdict_of_an_incomplete_pool_is_refused():
-    with pytest.raises(AssertionError, match="3 of 32"):
-        _ = pool_of([1.0], [1.0], routes=1, seeds=3).ok
+def test_ratio_is_zero_not_null_when_only_ours_is_exact():
+    figures = figures_of(*constant_errors(0.0, 0.5))
+    assert figures.error_vs_torch_bf16 == 0.0 and figures.ok
 
 
-def test_ratio_is_null_and_passes_only_when_both_errors_are_zero():
-    pool = pool_of([], [])
-    assert pool.ratio is None and pool.ok
-    assert pool_of([], [1.0]).ratio == 0.0
+def test_ratio_pools_squares_over_ranks_before_dividing():
+    reference = [torch.zeros(2), torch.zeros(1), torch.zeros(0)]
+    ours = [torch.tensor([3.0, 0.0]), torch.tensor([4.0]), torch.zeros(0)]
+    baseline = [torch.tensor([0.0, 6.0]), torch.tensor([8.0]), torch.zeros(0)]
+    assert error_vs_torch_bf16(ours, baseline, reference) == 0.5
 
 
-def test_fails_when_only_the_baseline_is_exact():
-    pool = pool_of([1e-30], [])
-    assert pool.ratio == math.inf and not pool.ok
+def test_max_abs_and_rel_l1_follow_their_definitions():
+    ours, reference = torch.tensor([1.0, -4.0, 2.5]), torch.tensor([1.0, -2.0, 3.0])
+    figures = figures_of(ours, reference, reference)
+    assert figures.max_abs == 2.0 and figures.rel_l1 == 2.5 / 6.0
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("baseline", [[], [1.0]])
-def test_fails_when_a_result_holds(bad, baseline):
-    pool = pool_of([bad], baseline)
-    assert not pool.ok
-    zeros = [torch.zeros(4096)]
-    figures = metrics.figures("y", [torch.full((4096,), bad)], zeros, pool)
-    decoded = json.loads(json.dumps(figures.as_json(), allow_nan=False))
-    assert decoded["ok"] is False and decoded["error_vs_torch_bf16"] == decoded["max_abs"] == sys.float_info.max
+@pytest.mark.parametrize(("ours", "passes"), [(1.0625, True), (1.125, False)])
+def test_limit_is_1_1_when_the_result_is_large(ours, passes):
+    figures = figures_of(*constant_errors(ours, 1.0))
+    assert figures.limit == 1.1 and figures.ok is passes
 
 
-def test_result_without_elements_passes_after_one_set_of_inputs():
-    pool = pool_of([], [], routes=0, elements=0)
-    assert pool.complete and pool.ok and pool.ratio is None
-    figures = metrics.figures("y", [torch.empty(0, 7)], [torch.empty(0, 7)], pool)
-    assert (figures.max_abs, figures.rel_l1, figures.sha256) == (0.0, 0.0, hashlib.sha256().hexdigest())
+@pytest.mark.parametrize(("elements", "routes"), [(LARGE - 1, 64), (LARGE, 63)])
+@pytest.mark.parametrize(("ours", "passes"), [(1.125, True), (1.25, False)])
+def test_limit_is_1_2_over_32_seeds_when_the_result_is_small(elements, routes, ours, passes):
+    operands = constant_errors(ours, 1.0, elements)
+    figures = figures_of(*operands, routes=routes, seeds=SMALL_SEEDS)
+    assert figures.limit == 1.2 and figures.seeds == 32 and figures.ok is passes
+    assert not figures_of(*operands, routes=routes, seeds=SMALL_SEEDS - 1).ok
 
 
-def test_max_abs_and_rel_l1_span_ranks_and_chunks(monkeypatch):
-    monkeypatch.setattr(metrics, "CHUNK_ELEMENTS", 3)
-    reference = [torch.tensor([1.0, -2.0, 0.0, 4.0, 1.0]), torch.tensor([2.0])]
-    ours = [torch.tensor([1.0, -2.0, 0.5, 4.0, 1.25]), torch.tensor([1.0])]
-    assert metrics.max_abs(ours, reference) == 1.0
-    assert metrics.rel_l1(ours, reference) == 1.75 / 10
-    assert metrics.rel_l1([torch.ones(1)], [torch.zeros(1)]) == math.inf
+def test_pool_wants_more_seeds_only_when_small():
+    pool = ErrorPool()
+    pool.add(*([tensor] for tensor in constant_errors(1.0, 1.0, 10)), 100)
+    assert pool.seeds_wanted == 32 and not pool.is_complete and "seeds=1" in pool.figures().reason
+    pool = ErrorPool()
+    pool.add(*([tensor] for tensor in constant_errors(1.0, 1.0)), 64)
+    assert pool.seeds_wanted == 1 and pool.is_complete
 
 
-def test_shapes_that_would_broadcast_are_refused():
-    with pytest.raises(AssertionError, match="shape"):
-        metrics.max_abs([torch.zeros(1, 3)], [torch.zeros(3, 3)])
+def test_pool_is_complete_when_there_are_no_elements():
+    figures = figures_of(torch.zeros(0, 8), torch.zeros(0, 8), torch.zeros(0, 8), routes=0)
+    assert figures.ok and figures.error_vs_torch_bf16 is None
 
 
-def test_sha256_is_of_the_row_major_bytes_in_rank_order(monkeypatch):
-    monkeypatch.setattr(metrics, "CHUNK_ELEMENTS", 2)
-    a, b = torch.arange(6, dtype=torch.bfloat16).view(2, 3), torch.tensor(1.5)
-    expected = hashlib.sha256(a.view(torch.int16).numpy().tobytes() + b.numpy().tobytes()).hexdigest()
-    assert metrics.sha256([a, b]) == expected == metrics.sha256([a.T.contiguous().T, b])
-    assert metrics.sha256([b, a]) != expected
-    assert metrics.sha256(torch.tensor(0.0)) != metrics.sha256(torch.tensor(-0.0))
+def test_pool_outweighs_one_lucky_seed():
+    pool = ErrorPool()
+    for seed in range(SMALL_SEEDS):
+        ours, baseline, reference = constant_errors(0.01 if seed == 0 else 1.5, 1.0, 4)
+        pool.add([ours], [baseline], [reference], 2)
+    assert not pool.figures().ok
+
+
+def test_pool_refuses_tensors_of_other_shapes():
+    with pytest.raises(ConfigError, match="differ"):
+        ErrorPool().add([torch.zeros(2, 3)], [torch.zeros(2, 3)], [torch.zeros(3, 2)], 1)
+    with pytest.raises(ConfigError, match="per rank"):
+        ErrorPool().add([torch.zeros(2)], [], [torch.zeros(2)], 1)
+    with pytest.raises(ConfigError, match="nothing was added"):
+        ErrorPool().figures()
+
+
+def test_chunks_change_nothing_when_a_result_spans_several(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randint(-8, 8, (7, 11), generator=generator).float() for _ in range(3)]
+    whole = figures_of(*operands)
+    monkeypatch.setattr("mok_cute.metrics._CHUNK_ELEMENTS", 10)
+    assert figures_of(*operands) == whole
+
+
+def test_sha256_is_that_of_the_bytes_in_row_major_order():
+    bits = torch.tensor([[0x3F80, 0x0001], [-0x8000, 0x7FC0]], dtype=torch.int16)
+    values = bits.view(torch.bfloat16)
+    expected = hashlib.sha256(bytes.fromhex("803f01000080c07f")).hexdigest()
+    assert sha256(values) == expected == sha256([values[:1], values[1:]])
+    assert sha256(values.t()) != expected == sha256(values.t().contiguous().t())
+    assert figures_of(values.float(), values.float(), values.float()).sha256 == sha256(values.float())
+
+
+def test_json_is_standard_when_figures_are_not_finite():
+    figures = figures_of(*constant_errors(NAN, 0.5))
+    fields = json.loads(json.dumps(figures.to_json(), allow_nan=False))
+    assert fields["max_abs"] == "nan" and fields["ok"] is False
+    exact = figures_of(*constant_errors(0.0, 0.0)).to_json()
+    assert exact["error_vs_torch_bf16"] is None
+
+
+def test_compare_names_the_first_wrong_element():
+    want = torch.full((2, 3), 2.0)
+    got = want.clone()
+    got[1, 0], got[1, 2] = 2.5, NAN
+    with pytest.raises(AssertionError, match=r"y\[1, 0\]: .* 2\.5, expected 2\.0; 2 of 6"):
+        assert_near(got, want, 0.125, "y")
+    with pytest.raises(AssertionError, match=r"y\[1, 2\]: .* 1 of 6"):
+        assert_near(got, want, 0.25, "y")
+    with pytest.raises(AssertionError, match=r"y\[0\]: bits differ: -0\.0"):
+        assert_same_bits(torch.tensor([-0.0]), torch.tensor([0.0]), "y")
+    assert_same_bits(got, got.clone())
