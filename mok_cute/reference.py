@@ -1,8 +1,9 @@
 """The layer in slow, plain torch: the definition of correct, and the bf16 baseline that errors are measured against.
 
 All ranks are computed in one process, expert by expert. Of the shape it takes experts, topk and limit; widths are the
-tensors' own, so that small tests may use widths that no kernel accepts. The arithmetic is given by an ``Arithmetic``: ``EXACT`` works
-in FP32 (FP64 where x is FP64) and rounds nothing; ``TORCH_BF16`` rounds to bf16 wherever plain bf16 torch would.
+tensors' own, so that small tests may use widths that no kernel accepts. The arithmetic is given by an ``Arithmetic``:
+``EXACT`` works in FP32 (FP64 where x is FP64) and rounds nothing; ``TORCH_BF16`` rounds to bf16 wherever plain bf16
+torch would.
 
     P ranks, rank r has T_r tokens          E_local = ceil(num_experts / P), global expert g on rank g // E_local
     xs[r]            (T_r, hidden)          topk_ids[r]      (T_r, topk) int32 or int64, others than 0..E-1 are dropped
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ def full_precision_matmul() -> Iterator[None]:
     """FP32 products are FP32 products inside (no TF32, no bf16); the settings found are restored on the way out."""
     # Torch keeps an older and a newer form of this setting and refuses to multiply where they disagree. The older call
     # writes both; on the way out both are written back.
-    places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul"))  # noqa: B009
     newer = [place.fp32_precision for place in places]
     try:
         older = torch.get_float32_matmul_precision()
