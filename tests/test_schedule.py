@@ -26,7 +26,9 @@ def make_shape(num_experts: int, topk: int) -> MoEShape:
 def schedule_by_hand(ids_per_rank, shape, rank, ep_size):
     """Walk the round robin as the definition says it: a list of (peer, route) rows, None on padding, and the counts."""
     local = math.ceil(shape.num_experts / ep_size)
-    rows, ends, tokens = [], [], []
+    rows: list[tuple[int, int] | None] = []
+    ends: list[int] = []
+    tokens: list[int] = []
     for expert in range(rank * local, (rank + 1) * local):
         queues = []
         for ids in ids_per_rank:
