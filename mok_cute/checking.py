@@ -9,24 +9,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mok_cute import reference
-from mok_cute.config import KernelConfig, RunConfig
-from mok_cute.inputs import make_rank_inputs, make_routed_weights, make_shared_weights
+from mok_cute.errors import UnsupportedError
 from mok_cute.metrics import SMALL_SEEDS, ErrorPool
+from mok_cute.problem import (
+    EXPECTED,
+    WEIGHTS,
+    CheckRequest,
+    Inputs,
+    Weights,
+    expected_of,
+    make_inputs,
+    make_weights,
+    weights_key,
+)
 from mok_cute.schedule import Schedule, build_schedule_reference, first_difference, schedule_sizes
 from mok_cute.settings import Settings
-from mok_cute.shapes import MoEShape
 
 if TYPE_CHECKING:
-    from mok_cute.functional import ForwardContext, RoutedWeights, SharedWeights
+    from mok_cute.functional import ForwardContext
     from mok_cute.workspace import Workspace
 
 POISONS = (math.nan, 3.0)  # one per run: a stale value that is read shows as NaN, or as a difference between the runs
@@ -34,38 +43,6 @@ MAX_SCHEDULE_LAUNCHES = 3
 MAX_MODELLED_ROWS = 1 << 20  # schedules up to this size are compared with the torch model
 
 Json = dict[str, Any]
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class CheckRequest:
-    """What to check. ``tokens`` has one count per rank; ``routing`` is a kind or ``file:PATH``.
-
-    With a routing file the token counts come from the file and ``tokens`` is only the maximum.
-    """
-
-    shape: MoEShape
-    ranks: int
-    tokens: tuple[int, ...]
-    run: RunConfig = RunConfig()
-    config: KernelConfig = KernelConfig()
-    device: str = "cuda"
-    routing: str = "random"
-    inputs: str = "normal"
-    seed: int = 0
-    save: Path | None = None
-
-    @property
-    def saves_context(self) -> bool:
-        """Pre-activations are looked at when they are written to a file or can be compared exactly."""
-        return self.save is not None or self.inputs == "integers"
-
-    def problem(self, seed: int) -> Hashable:
-        """All that determines the reference's results, and nothing else."""
-        kind, _, path = self.routing.partition(":")
-        stamp = Path(path).stat().st_mtime_ns if kind == "file" else None
-        where = (self.device, self.routing, stamp)
-        return (self.shape, self.ranks, self.tokens, self.inputs, self.seed, seed, *where)
 
 
 @dataclass(frozen=True)
@@ -90,27 +67,12 @@ class CheckResult:
         return {**asdict(self), "findings": list(self.findings)}
 
 
-class Inputs(NamedTuple):
-    """One call's tensors, each list with one entry per rank."""
+class Compared(NamedTuple):
+    """One result: ours, bf16 torch's and the fp32 reference's, one tensor per rank, and the routes behind them."""
 
-    xs: list[Tensor]  # (tokens, hidden) bf16
-    topk_ids: list[Tensor]  # (tokens, topk) int32 or int64
-    topk_weights: list[Tensor]  # (tokens, topk) fp32
-    shared_factors: list[Tensor] | None  # (tokens,) fp32
-
-
-class Weights(NamedTuple):
-    """All ranks' weights, on the one device of a check. The shared expert's are the same tensors on every rank."""
-
-    routed: list[RoutedWeights]
-    shared: list[SharedWeights] | None
-
-
-class Expected(NamedTuple):
-    """What the reference says of one set of inputs: y in fp32, y of bf16 torch, routes that reach an expert."""
-
-    ys: list[Tensor]
+    ours: list[Tensor]
     baseline: list[Tensor]
+    exact: list[Tensor]
     routes: int
 
 
@@ -121,29 +83,6 @@ class Run(NamedTuple):
     contexts: list[ForwardContext | None]
     schedules: list[Schedule]
     launches: list[dict[str, int]]  # per rank
-
-
-class Memo:
-    """The latest few values by key, so that a sweep over run configurations makes weights and references once."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.values: dict[Hashable, Any] = {}
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key in self.values:
-            self.values[key] = self.values.pop(key)  # now the newest
-        else:
-            # Room first: an old value and its successor may not fit in memory together.
-            while len(self.values) >= self.capacity:
-                del self.values[next(iter(self.values))]
-            self.values[key] = make()
-        value: T = self.values[key]
-        return value
-
-
-WEIGHTS = Memo(1)
-EXPECTED = Memo(SMALL_SEEDS + 2)  # a small problem pools its seeds; a large one has a single entry
 
 
 @dataclass
@@ -160,12 +99,29 @@ class Findings:
             self.texts.append(text)
 
 
-def run_check(request: CheckRequest) -> CheckResult:
-    """Check one request. Raises PeerTimeoutError when a wait gave up, UnsupportedError for what cannot be built."""
+def run_check(request: CheckRequest, say: Callable[[str], None] = lambda text: None) -> CheckResult:
+    """Check one request. Raises PeerTimeoutError when a wait gave up, UnsupportedError for what cannot be built here.
+
+    say   told what is being done, for people who watch
+    """
+    try:
+        return _run_check(request, say)
+    except torch.OutOfMemoryError as error:
+        WEIGHTS.clear()
+        EXPECTED.clear()
+        raise UnsupportedError(
+            f"tokens={','.join(map(str, request.tokens))}, num_experts={request.shape.num_experts}: the memory of "
+            f"{request.device} does not hold this request and its reference; lower --tokens or --local-experts. {error}"
+        ) from None
+
+
+def _run_check(request: CheckRequest, say: Callable[[str], None]) -> CheckResult:
     from mok_cute import functional
 
     start = time.perf_counter()
+    say("compiling")
     seconds_compile = compile_seconds(request)
+    say("making weights")
     weights = WEIGHTS.get(weights_key(request), lambda: make_weights(request))
     first = make_inputs(request, request.seed)
     max_tokens = max(request.tokens)
@@ -180,29 +136,28 @@ def run_check(request: CheckRequest) -> CheckResult:
     findings = Findings()
     pools: dict[str, ErrorPool] = {}
     for number in range(SMALL_SEEDS):
+        say(f"running input seed {request.seed + number} and comparing it with the reference")
         inputs = first if number == 0 else make_inputs(request, request.seed + number)
         run = run_twice(request, workspaces, weights, inputs, findings)
         check_schedules(request, run.schedules, inputs, max_tokens, findings)
-        for name, ours, baseline, exact, routes in compared(request, run, weights, inputs, request.seed + number):
-            pools.setdefault(name, ErrorPool()).add(ours, baseline, exact, routes=routes)
-            if request.inputs == "integers" and name != "y":
-                check_exact(name, ours, baseline, findings)
-        if request.saves_context:
-            check_saved_x(request, run, inputs, findings)
+        results = compared(request, run, weights, inputs, request.seed + number)
+        for name, result in results.items():
+            pools.setdefault(name, ErrorPool()).add(result.ours, result.baseline, result.exact, routes=result.routes)
+        check_saved(request, results, findings)
         if number == 0 and request.save is not None:
             save_results(request.save, run)
         if all(pool.is_complete for pool in pools.values()):
             break
-    results = {name: pool.figures() for name, pool in pools.items()}
-    for name, result in results.items():
-        if not result.ok:
-            findings.add(f"{name}: {result.reason} (max_abs {result.max_abs:.4g}, rel_l1 {result.rel_l1:.4g})")
+    figures = {name: pool.figures() for name, pool in pools.items()}
+    for name, its in figures.items():
+        if not its.ok:
+            findings.add(f"{name}: {its.reason} (max_abs {its.max_abs:.4g}, rel_l1 {its.rel_l1:.4g})")
     return CheckResult(
         ok=not findings.texts,
         deterministic=findings.deterministic,
         schedule_exact=findings.schedule_exact,
         launches=findings.launches,
-        results={name: result.to_json() for name, result in results.items()},
+        results={name: its.to_json() for name, its in figures.items()},
         findings=tuple(findings.texts),
         wall_seconds=time.perf_counter() - start,
         seconds_compile=seconds_compile,
@@ -243,63 +198,6 @@ def compile_seconds(request: CheckRequest) -> float:
     return time.perf_counter() - start
 
 
-# ---- what goes in ---------------------------------------------------------------------------------------------------
-
-
-def weights_key(request: CheckRequest) -> Hashable:
-    return (request.shape, request.ranks, request.seed, request.inputs, request.device)
-
-
-def make_weights(request: CheckRequest) -> Weights:
-    from mok_cute.functional import RoutedWeights, SharedWeights
-
-    shape, ranks, device = request.shape, request.ranks, request.device
-    routed = [
-        RoutedWeights(*make_routed_weights(shape, rank, ranks, request.seed, request.inputs, device))
-        for rank in range(ranks)
-    ]
-    shared = make_shared_weights(shape, request.seed, request.inputs, device)
-    return Weights(routed, None if shared is None else [SharedWeights(*shared)] * ranks)
-
-
-def make_inputs(request: CheckRequest, seed: int) -> Inputs:
-    made = [
-        make_rank_inputs(
-            request.shape, rank, request.ranks, tokens, seed, request.inputs, request.routing, request.device
-        )
-        for rank, tokens in enumerate(request.tokens)
-    ]
-    factors = [rank.shared_factor for rank in made if rank.shared_factor is not None]
-    return Inputs(
-        xs=[rank.x for rank in made],
-        topk_ids=[rank.topk_ids for rank in made],
-        topk_weights=[rank.topk_weights for rank in made],
-        shared_factors=factors or None,
-    )
-
-
-def expected_of(request: CheckRequest, weights: Weights, inputs: Inputs, seed: int) -> Expected:
-    def make() -> Expected:
-        with torch.no_grad():
-            ys, baseline = (
-                reference.forward(
-                    request.shape,
-                    inputs.xs,
-                    inputs.topk_ids,
-                    inputs.topk_weights,
-                    weights.routed,
-                    weights.shared,
-                    shared_factors=inputs.shared_factors,
-                    arithmetic=arithmetic,
-                )
-                for arithmetic in (reference.EXACT, reference.TORCH_BF16)
-            )
-        routes = sum(int(reference.is_routed(ids, request.shape.num_experts).sum()) for ids in inputs.topk_ids)
-        return Expected(ys, baseline, routes)
-
-    return EXPECTED.get(request.problem(seed), make)
-
-
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
@@ -329,7 +227,7 @@ def run_once(
 
     for workspace in workspaces:
         poison_buffers(workspace, poison)
-    poison_allocator(request, inputs, poison)
+    poison_allocator(inputs, poison)
     before = [dict(workspace.launches) for workspace in workspaces]
     schedules = functional.build_schedules(workspaces, inputs.topk_ids)
     outputs = functional.forward_ranks(
@@ -361,11 +259,11 @@ def poison_buffers(workspace: Workspace, value: float) -> None:
             workspace.tensor(name).fill_(value)
 
 
-def poison_allocator(request: CheckRequest, inputs: Inputs, value: float) -> None:
+def poison_allocator(inputs: Inputs, value: float) -> None:
     """Leave poisoned blocks of the results' sizes for the allocator to hand out again; an element that the kernel
     forgets to write then shows."""
     blocks = [torch.full_like(x, value) for x in inputs.xs]
-    if blocks and blocks[0].is_cuda:
+    if blocks[0].is_cuda:
         torch.cuda.synchronize(blocks[0].device)  # other streams may get these blocks next
     del blocks
 
@@ -403,26 +301,26 @@ def valid_rows(run: Run, rank: int) -> Tensor:
 # ---- comparing ------------------------------------------------------------------------------------------------------
 
 
-def compared(
-    request: CheckRequest, run: Run, weights: Weights, inputs: Inputs, seed: int
-) -> Iterator[tuple[str, list[Tensor], list[Tensor], list[Tensor], int]]:
-    """Each result: its name, ours, bf16 torch's, the reference's, one tensor per rank, and the routes behind it."""
+def compared(request: CheckRequest, run: Run, weights: Weights, inputs: Inputs, seed: int) -> dict[str, Compared]:
+    """Every result by name: y, and of a saved context x, gate and up."""
     expected = expected_of(request, weights, inputs, seed)
-    yield "y", run.ys, expected.baseline, expected.ys, expected.routes
+    results = {"y": Compared(run.ys, expected.baseline, expected.ys, expected.routes)}
     if not request.saves_context:
-        return
-    by_rank = [preactivations(request, run, rank, weights, inputs) for rank in range(request.ranks)]
-    for name in ("gate", "up"):
+        return results
+    exact = [preactivations(request, run, rank, weights, inputs) for rank in range(request.ranks)]
+    for name in ("x", "gate", "up"):
         ours = [saved_rows(run, rank)[name] for rank in range(request.ranks)]
-        exact = [getattr(rows, name) for rows in by_rank]
-        # bf16 torch's pre-activation is the fp32 product, rounded once.
-        yield name, ours, [rows.bfloat16() for rows in exact], exact, sum(len(rows) for rows in ours)
+        truth = [getattr(rows, name) for rows in exact]
+        # bf16 torch's pre-activation is the fp32 product, rounded once; a row of x is a copy.
+        baseline = [rows.bfloat16() for rows in truth]
+        results[name] = Compared(ours, baseline, truth, sum(len(rows) for rows in ours))
+    return results
 
 
 def preactivations(
     request: CheckRequest, run: Run, rank: int, weights: Weights, inputs: Inputs
 ) -> reference.Preactivations:
-    """The reference's gate and up of the saved rows that hold a route."""
+    """The reference's gate, up and x of the saved rows that hold a route."""
     valid, schedule = valid_rows(run, rank), run.schedules[rank]
     peer_rank, peer_route = (rows[: len(valid)][valid] for rows in (schedule.peer_rank, schedule.peer_route))
     return reference.routed_preactivations(
@@ -430,26 +328,15 @@ def preactivations(
     )
 
 
-def check_exact(name: str, ours: Sequence[Tensor], rounded: Sequence[Tensor], findings: Findings) -> None:
-    """Integers are multiplied and summed without error, so only the one rounding to bf16 is left."""
-    for rank, (a, b) in enumerate(zip(ours, rounded, strict=True)):
-        if not torch.equal(a, b):
-            at = tuple(torch.nonzero(a != b)[0].tolist())
-            findings.add(
-                f"saved {name} of rank {rank}: element {at} is {float(a[at])}, exactly {float(b[at])} is right"
-            )
-
-
-def check_saved_x(request: CheckRequest, run: Run, inputs: Inputs, findings: Findings) -> None:
-    """Saved rows of x are copies."""
-    for rank in range(request.ranks):
-        valid, schedule = valid_rows(run, rank), run.schedules[rank]
-        saved = saved_rows(run, rank)["x"]
-        peer_rank, peer_route = (rows[: len(valid)][valid] for rows in (schedule.peer_rank, schedule.peer_route))
-        for peer, x in enumerate(inputs.xs):
-            rows = peer_rank == peer
-            if not same_bits(saved[rows], x[peer_route[rows].long() // request.shape.topk]):
-                findings.add(f"saved x of rank {rank}: rows from rank {peer} are not copies of its x")
+def check_saved(request: CheckRequest, results: dict[str, Compared], findings: Findings) -> None:
+    """Saved rows of x are copies. Integers are multiplied and summed without error, so only the one rounding to bf16
+    is left in gate and up, and they too must be equal."""
+    equal = {"x"} if request.inputs != "integers" else {"x", "gate", "up"}
+    for name in equal & results.keys():
+        for rank, (a, b) in enumerate(zip(results[name].ours, results[name].baseline, strict=True)):
+            if not torch.equal(a, b):
+                at = tuple(torch.nonzero(a != b)[0].tolist())
+                findings.add(f"saved {name} of rank {rank}: element {at} is {float(a[at])}, not {float(b[at])}")
 
 
 def check_schedules(

@@ -11,10 +11,11 @@ import torch
 from fake_layer import make_fake
 
 import mok_cute
-from mok_cute import checking, reference
-from mok_cute.checking import CheckRequest, CheckResult, run_check
+from mok_cute import checking, problem, reference
+from mok_cute.checking import CheckResult, run_check
 from mok_cute.config import RunConfig
 from mok_cute.errors import PeerTimeoutError
+from mok_cute.problem import CheckRequest
 from mok_cute.shapes import MoEShape
 
 SMALL = MoEShape(128, 128, 4, 2, 128)
@@ -22,8 +23,8 @@ SMALL = MoEShape(128, 128, 4, 2, 128)
 
 @pytest.fixture(autouse=True)
 def empty_memos() -> None:
-    checking.WEIGHTS.values.clear()
-    checking.EXPECTED.values.clear()
+    problem.WEIGHTS.clear()
+    problem.EXPECTED.clear()
 
 
 def check(monkeypatch: pytest.MonkeyPatch, fault: str | None = None, **changes: Any) -> CheckResult:
@@ -94,7 +95,7 @@ def test_check_passes_when_ranks_have_unequal_tokens(routing: str, monkeypatch: 
 def test_preactivations_are_compared_exactly_when_inputs_are_integers(monkeypatch: pytest.MonkeyPatch):
     right = check(monkeypatch, inputs="integers", ranks=2, tokens=(64, 32))
     assert right.ok, right.findings
-    assert set(right.results) == {"y", "gate", "up"}
+    assert set(right.results) == {"y", "x", "gate", "up"}
     wrong = check(monkeypatch, "saved", inputs="integers")
     assert any(text.startswith("saved gate of rank 0: element (0, 0) is") for text in wrong.findings)
 
@@ -123,14 +124,14 @@ def test_reference_and_weights_are_made_once_when_only_the_run_changes(monkeypat
 
     monkeypatch.setattr(reference, "forward", counted)
     first = check(monkeypatch)
-    weights = next(iter(checking.WEIGHTS.values.values()))
+    weights = next(iter(problem.WEIGHTS.values.values()))
     made = len([a for a in calls if a is reference.EXACT])
     second = check(monkeypatch, run=RunConfig(minibatch=128, macrobatch=256, comm_sms=2))
     assert made == len([a for a in calls if a is reference.EXACT]) == 1
-    assert next(iter(checking.WEIGHTS.values.values())) is weights
+    assert next(iter(problem.WEIGHTS.values.values())) is weights
     assert first.results["y"]["sha256"] == second.results["y"]["sha256"]
     check(monkeypatch, seed=1)
-    assert next(iter(checking.WEIGHTS.values.values())) is not weights
+    assert next(iter(problem.WEIGHTS.values.values())) is not weights
 
 
 def test_routing_file_decides_token_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -16,7 +16,7 @@ from fake_layer import make_fake
 from rich.console import Console
 
 import mok_cute
-from mok_cute import checking, cli
+from mok_cute import checking, cli, problem
 from mok_cute.config import RunConfig
 from mok_cute.errors import ConfigError, UnsupportedError
 
@@ -26,12 +26,12 @@ SMALL = ["--hidden=128", "--intermediate=128", "--experts=4", "--shared=128", "-
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch):
     """Lets check run on the CPU with the fake layer; returns a function that chooses the fault."""
-    checking.WEIGHTS.values.clear()
-    checking.EXPECTED.values.clear()
+    problem.WEIGHTS.clear()
+    problem.EXPECTED.clear()
     monkeypatch.setattr(cli, "require_device", lambda device: None)
     build = cli.check_request_of
 
-    def on_cpu(args: argparse.Namespace) -> checking.CheckRequest:
+    def on_cpu(args: argparse.Namespace) -> problem.CheckRequest:
         from dataclasses import replace
 
         return replace(build(args), device="cpu")
@@ -151,10 +151,10 @@ def test_errors_go_to_stderr_when_json_is_not_asked_for(capsys: Any):
 def test_stdout_is_one_object_when_libraries_write_to_it(fake_gpu: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch):
     original = checking.run_check
 
-    def noisy(request: checking.CheckRequest) -> checking.CheckResult:
+    def noisy(request: problem.CheckRequest, say: Any) -> checking.CheckResult:
         print("from python")
         os.write(1, b"from below python\n")
-        return original(request)
+        return original(request, say)
 
     monkeypatch.setattr(checking, "run_check", noisy)
     assert cli.main(["check", *SMALL, "--json"]) == 0
