@@ -445,6 +445,7 @@ def test_baseline_rounds_where_bf16_torch_stores_when(limit):
     w, factor = call.topk_weights[0].float(), call.shared_factors[0].float()
     call = replace(call, topk_weights=[w], shared_factors=[factor])
     x, d_y = call.xs[0], random_like(call.xs)[0]
+    assert call.shared is not None
     out, d_x, d_s, d_shared = written_out_expert(x, d_y, factor, call.shared[0], limit)
     y, d_w, d_routed = factor[:, None] * out.float(), torch.zeros_like(w), []
     for expert in range(num_experts):
