@@ -547,13 +547,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return args.run(args)
         return args.run(args)
 
-    outcome = guarded(whole)
-    if outcome.show is None:
-        return outcome.exit_code
-    if as_json:
-        emit(outcome.json)
-    else:
-        from rich.console import Console
+    try:
+        outcome = guarded(whole)
+        if outcome.show is not None and as_json:
+            emit(outcome.json)
+        elif outcome.show is not None:
+            from rich.console import Console
 
-        outcome.show(Console())
+            outcome.show(Console())
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as `head` does; Python would complain at exit once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return WRONG
     return outcome.exit_code

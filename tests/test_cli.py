@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,6 +287,48 @@ def test_demo_says_that_no_kernel_ran_when_there_is_no_gpu(capsys: Any, monkeypa
     assert outcome.show is not None
     outcome.show(Console())
     assert "No kernel ran: --device cuda: none here." in capsys.readouterr().out
+
+
+class FakeFigures:
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "registers": 168,
+            "spill_bytes": 0,
+            "smem_bytes": 230000,
+            "tmem_columns": 0,
+            "instructions": {"wgmma": 4},
+        }
+
+
+def test_compile_reports_figures_and_writes_files(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked = []
+
+    def compile_forward(shape: Any, config: Any, arch_name: str, local_experts: int) -> SimpleNamespace:
+        asked.append((shape.num_experts, arch_name, local_experts))
+        return SimpleNamespace(figures=FakeFigures(), ptx=".version", cubin=b"elf", compile_seconds=1.5, cached=False)
+
+    monkeypatch.setitem(sys.modules, "mok_cute.compile", SimpleNamespace(compile_forward=compile_forward))
+    out = tmp_path / "new"
+    code, document = run_json(capsys, "compile", "--local-experts", "3", "--ranks", "2", "--out", str(out))
+    assert code == 0
+    assert asked == [(6, "sm_90a", 3)]
+    assert {"registers", "spill_bytes", "smem_bytes", "tmem_columns", "instructions"} <= set(document)
+    assert (document["compile_seconds"], document["cached"]) == (1.5, False)
+    assert Path(document["files"]["ptx"]).read_text() == ".version"
+    assert Path(document["files"]["cubin"]).read_bytes() == b"elf"
+    assert cli.main(["compile"]) == 0
+    assert "wgmma" in capsys.readouterr().out
+
+
+def test_compile_builds_a_small_shape_without_a_gpu(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("mok_cute.compile", reason="needs mok_cute/compile.py")
+    monkeypatch.setenv("MOK_CUTE_CACHE_DIR", str(tmp_path / "cache"))
+    code, document = run_json(capsys, "compile", "--shape", "tiny", "--out", str(tmp_path))
+    assert code == 0, document
+    assert document["registers"] > 0 and document["smem_bytes"] > 0
+    assert any(opcode.startswith("wgmma") for opcode in document["instructions"])
+    assert ".target sm_90a" in (tmp_path / "forward_sm_90a.ptx").read_text()
+    assert (tmp_path / "forward_sm_90a.cubin").read_bytes()[:4] == b"\x7fELF"
 
 
 def test_module_runs_as_a_program():
