@@ -442,11 +442,11 @@ def test_baseline_rounds_where_bf16_torch_stores_when(limit):
     ids = torch.randint(-1, num_experts + 1, (tokens, K), generator=torch.Generator().manual_seed(5)).tolist()
     call = make([ids], num_experts=num_experts, limit=limit, dtype=torch.bfloat16, widths=LEGAL)
     assert call.shared is not None and call.shared_factors is not None
-    w, factor = call.topk_weights[0].float(), call.shared_factors[0].float()
+    shared, w, factor = call.shared[0], call.topk_weights[0].float(), call.shared_factors[0].float()
     call = replace(call, topk_weights=[w], shared_factors=[factor])
     x, d_y = call.xs[0], random_like(call.xs)[0]
     assert call.shared is not None
-    out, d_x, d_s, d_shared = written_out_expert(x, d_y, factor, call.shared[0], limit)
+    out, d_x, d_s, d_shared = written_out_expert(x, d_y, factor, shared, limit)
     y, d_w, d_routed = factor[:, None] * out.float(), torch.zeros_like(w), []
     for expert in range(num_experts):
         token, k = (call.topk_ids[0] == expert).nonzero(as_tuple=True)
