@@ -35,7 +35,7 @@ from cutlass import AddressSpace, BFloat16, Boolean, Float32, Int32, Int64, cons
 
 from mok_cute.config import KernelConfig
 from mok_cute.shapes import MoEShape
-from mok_cute.templates import signal, storage
+from mok_cute.templates import records, signal, storage
 from mok_cute.templates.arch.sm90 import mma as arch
 from mok_cute.templates.combine.push import PushCombine
 from mok_cute.templates.combine.reduce import ReduceCombine
@@ -166,7 +166,7 @@ class ForwardMegakernel:
             stop=a.control + CONTROL_STOP * 4,
             record=a.record,
             limit_ns=a.wait_limit_ns,
-            kernel=Int32(signal.KERNEL_FORWARD),
+            kernel=Int32(records.KERNEL_FORWARD),
             rank=a.rank,
             epoch=epoch,
         )

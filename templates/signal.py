@@ -11,16 +11,7 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Boolean, Int32, Int64, const_expr
 from cutlass.experimental import primitives as prims
 
-# Words of the record, int32. STATUS is written last.
-RECORD_WORDS = 16
-STATUS, KERNEL, RANK, CTA, ROLE, SIGNAL, INDEX, SEEN, EXPECTED, EPOCH, AGE_NS = range(11)  # AGE_NS: 64 bits
-
-KERNEL_FORWARD, KERNEL_SCHEDULE = 0, 1
-ROLE_LOAD, ROLE_SCHEDULER, ROLE_STORE, ROLE_DISPATCH = range(4)
-ROLE_NAMES = {ROLE_LOAD: "load", ROLE_SCHEDULER: "scheduler", ROLE_STORE: "store", ROLE_DISPATCH: "dispatch"}
-ROLE_SCHEDULE = 16
-ROLE_NAMES[ROLE_SCHEDULE] = "schedule"
-
+from mok_cute.templates.records import AGE_NS, CTA, EPOCH, EXPECTED, INDEX, KERNEL, RANK, ROLE, SEEN, SIGNAL
 
 class WaitControl(NamedTuple):
     """What every wait of a launch needs besides the word it watches."""

@@ -13,11 +13,11 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Boolean, Int32, Int64
 from cutlass.experimental import primitives as prims
 
-from mok_cute.templates import signal
+from mok_cute.templates import records, signal
 from mok_cute.templates.lanes import shuffle64
 from mok_cute.templates.launch_args import PEER_SIGNAL_BYTES, X_STAGED, LaunchArgs
 from mok_cute.templates.scheduler import order
-from mok_cute.templates.scheduler.dynamic import SIGNAL_CODE, device_order
+from mok_cute.templates.scheduler.dynamic import device_order
 
 BF16_BYTES = 2
 
@@ -126,8 +126,8 @@ class PullDispatch:
                         counters + X_STAGED * 4,
                         num_workers,
                         control,
-                        Int32(signal.ROLE_DISPATCH),
-                        Int32(SIGNAL_CODE["x_staged"]),
+                        Int32(records.ROLE_DISPATCH),
+                        Int32(records.SIGNAL_CODE["x_staged"]),
                         Int32(0),
                         False,
                     )
@@ -157,8 +157,8 @@ class PullDispatch:
                 base + a.entry_offset + Int64(peer) * PEER_SIGNAL_BYTES,
                 control.epoch,
                 control._replace(limit_ns=a.entry_limit_ns),
-                Int32(signal.ROLE_DISPATCH),
-                Int32(SIGNAL_CODE["entry"]),
+                Int32(records.ROLE_DISPATCH),
+                Int32(records.SIGNAL_CODE["entry"]),
                 peer,
                 True,
             )
@@ -243,8 +243,8 @@ class PullDispatch:
                         counters + Int64(a.hidden_ready + user) * 4,
                         Int32(guard.required(o, tile)),
                         control,
-                        Int32(signal.ROLE_DISPATCH),
-                        Int32(SIGNAL_CODE["hidden_ready"]),
+                        Int32(records.ROLE_DISPATCH),
+                        Int32(records.SIGNAL_CODE["hidden_ready"]),
                         user,
                         False,
                     )

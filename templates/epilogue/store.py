@@ -16,13 +16,13 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from mok_cute.templates import signal
+from mok_cute.templates import records, signal
 from mok_cute.templates.combine.push import PushCombine
 from mok_cute.templates.grouped_gemm.mainloop_sm90 import tile_modes
 from mok_cute.templates.lanes import Untouched
 from mok_cute.templates.launch_args import PUSHES_DONE, LaunchArgs
 from mok_cute.templates.scheduler import order
-from mok_cute.templates.scheduler.dynamic import NO_WORD, SIGNAL_CODE, Task, device_order
+from mok_cute.templates.scheduler.dynamic import NO_WORD, Task, device_order
 from mok_cute.templates.swiglu.forward import SwiGLU
 
 # What a chunk is. FINISHED ends the store warp.
@@ -214,8 +214,8 @@ class StoreWarp:
                         counters + Int64(m.store_word) * 4,
                         Int32(self.geometry.arrivals_per_tile * self.geometry.down_cols),
                         control,
-                        Int32(signal.ROLE_STORE),
-                        Int32(SIGNAL_CODE["y_done"]),
+                        Int32(records.ROLE_STORE),
+                        Int32(records.SIGNAL_CODE["y_done"]),
                         m.store_word - a.y_done,
                         False,
                     )

@@ -24,10 +24,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu import warpgroup as wg
 
 from mok_cute.shapes import MoEShape
-from mok_cute.templates import signal
+from mok_cute.templates import records, signal
 from mok_cute.templates.grouped_gemm.rows import ROWS_GEMM, built_kinds, k_tiles
 from mok_cute.templates.scheduler import order
-from mok_cute.templates.scheduler.dynamic import NO_WORD, SIGNAL_CODE, Task, read_slot
+from mok_cute.templates.scheduler.dynamic import NO_WORD, Task, read_slot
 
 
 def tile_modes(t: Any) -> Any:
@@ -129,16 +129,16 @@ class Sm90Load:
                 # which may be elected to issue them.
                 # When the wait gives up, the loads still run (their addresses are valid, their data is garbage), so
                 # that every mbarrier phase completes; the store warps see the stop word and publish nothing.
-                signal_code, index = Int32(SIGNAL_CODE["x_routed_ready"]), task.z
+                signal_code, index = Int32(records.SIGNAL_CODE["x_routed_ready"]), task.z
                 if task.kind == order.DOWN:
-                    signal_code, index = Int32(SIGNAL_CODE["hidden_ready"]), task.row_block
+                    signal_code, index = Int32(records.SIGNAL_CODE["hidden_ready"]), task.row_block
                 if task.kind == order.SHARED_DOWN:
-                    signal_code, index = Int32(SIGNAL_CODE["shared_hidden_ready"]), task.row_block
+                    signal_code, index = Int32(records.SIGNAL_CODE["shared_hidden_ready"]), task.row_block
                 signal.wait_at_least(
                     counters + Int64(task.load_word) * 4,
                     task.load_required,
                     control,
-                    Int32(signal.ROLE_LOAD),
+                    Int32(records.ROLE_LOAD),
                     signal_code,
                     index,
                     False,

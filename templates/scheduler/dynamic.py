@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from mok_cute.templates import signal
+from mok_cute.templates import records, signal
 from mok_cute.templates.lanes import Untouched
 from mok_cute.templates.launch_args import PEER_SIGNAL_BYTES, PUSHES_DONE, SHARED_Y_DONE, TICKET, LaunchArgs
 from mok_cute.templates.scheduler import order
@@ -152,7 +152,7 @@ class TicketScheduler:
         while peer < a.ep_size:
             address = base + a.exit_offset + Int64(peer) * PEER_SIGNAL_BYTES
             got = signal.wait_at_least(
-                address, control.epoch, control, Int32(signal.ROLE_SCHEDULER), Int32(SIGNAL_CODE["exit"]), peer, True
+                address, control.epoch, control, Int32(records.ROLE_SCHEDULER), Int32(records.SIGNAL_CODE["exit"]), peer, True
             )
             ok = ok & got
             peer += 32
@@ -169,8 +169,8 @@ class TicketScheduler:
                 counters + SHARED_Y_DONE * 4,
                 required,
                 control,
-                Int32(signal.ROLE_SCHEDULER),
-                Int32(SIGNAL_CODE["shared_y_done"]),
+                Int32(records.ROLE_SCHEDULER),
+                Int32(records.SIGNAL_CODE["shared_y_done"]),
                 Int32(0),
                 False,
             )
@@ -233,5 +233,3 @@ class TicketScheduler:
             phase ^= 1
             going = kind != order.END
 
-
-SIGNAL_CODE = {s.name: i for i, s in enumerate(order.SIGNALS)}

@@ -1,0 +1,260 @@
+"""The workspace: one table says which buffers exist, who writes and reads them and where they lie.
+
+The launcher takes addresses from it, the kernel's counters are laid out by it, ``explain`` prints it. One workspace
+serves all layers of a model: it holds no state between calls except epochs, which the kernels advance themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mok_cute.config import MAX_EP_SIZE, ROW_BLOCK, RunConfig
+from mok_cute.errors import ConfigError, PeerTimeoutError, TimeoutReport
+from mok_cute.schedule import schedule_symmetric_bytes
+from mok_cute.templates.launch_args import (
+    CONTROL_WORDS,
+    COUNTER_ARRAYS,
+    PEER_SIGNAL_BYTES,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from mok_cute.schedule import ScheduleState
+    from mok_cute.shapes import MoEShape
+    from mok_cute.symmetric import SymmetricBlock
+
+ALIGNMENT = 1024  # bytes; more than any TMA or bulk copy asks for
+BF16, INT32, BYTES = "bf16", "int32", "uint8"
+ITEM_BYTES = {BF16: 2, INT32: 4, BYTES: 1}
+COUNTER_SETS = 2
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One buffer of a rank. ``scope``: symmetric (peers reach it) or local; ``offset`` in bytes within that block."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    scope: str
+    writer: str
+    reader: str
+    offset: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class CounterLayout:
+    """Word offsets of the counter arrays inside a set, see ``templates/scheduler/order.py`` for their meaning."""
+
+    x_routed_ready: int
+    hidden_ready: int
+    shared_hidden_ready: int
+    y_done: int
+    set_words: int
+
+    @classmethod
+    def of(cls, max_blocks: int, token_blocks: int) -> CounterLayout:
+        offsets = [COUNTER_ARRAYS]
+        for length in (max_blocks, max_blocks, token_blocks, max_blocks):
+            offsets.append(offsets[-1] + -(-length // 32) * 32)
+        return cls(*offsets)
+
+
+@dataclass(frozen=True)
+class WorkspaceTable:
+    """Every buffer of one rank with its place; sizes in bytes of the two blocks."""
+
+    buffers: dict[str, Buffer]
+    counters: CounterLayout
+    max_tokens: int
+    max_rows: int
+    ring_rows: int
+    symmetric_bytes: int
+    local_bytes: int
+
+    @classmethod
+    def of(cls, shape: MoEShape, ep_size: int, max_tokens: int, run: RunConfig) -> WorkspaceTable:
+        if not 1 <= ep_size <= MAX_EP_SIZE:
+            raise ConfigError(f"ep_size={ep_size}: between 1 and {MAX_EP_SIZE}; pass the number of ranks.")
+        if max_tokens < 0:
+            raise ConfigError(f"max_tokens={max_tokens}: at least 0; pass the largest token count of any rank.")
+        max_rows = max_routed_rows(shape, ep_size, max_tokens)
+        ring_rows = run.fitted(max_rows).macrobatch
+        tokens = max(max_tokens, 1)
+        counters = CounterLayout.of(max_rows // ROW_BLOCK, -(-tokens // ROW_BLOCK))
+        flags = (ep_size * PEER_SIGNAL_BYTES,)
+        sym, loc = "symmetric", "local"
+        rows = [
+            Buffer("x", (tokens, shape.hidden), BF16, sym, "dispatch (staging) or the caller", "peers' dispatch"),
+            Buffer("combine", (tokens * shape.topk, shape.hidden), BF16, sym, "peers' down tiles", "reduce"),
+            Buffer("entry", flags, BYTES, sym, "peers' dispatch leader", "dispatch"),
+            Buffer("exit", flags, BYTES, sym, "peers' last push", "scheduler before reduce"),
+            Buffer(
+                "schedule_exchange",
+                (schedule_symmetric_bytes(shape, ep_size, tokens),),
+                BYTES,
+                sym,
+                "publish",
+                "peers' count and place",
+            ),
+            Buffer("x_ring", (ring_rows, shape.hidden), BF16, loc, "dispatch", "gate/up"),
+            Buffer("hidden_ring", (ring_rows, shape.intermediate), BF16, loc, "gate/up", "down"),
+            Buffer("counters", (COUNTER_SETS, counters.set_words), INT32, loc, "all roles", "all roles"),
+            Buffer("control", (CONTROL_WORDS,), INT32, loc, "last CTA, waits that give up", "all roles"),
+        ]
+        if shape.shared_intermediate:
+            rows += [
+                Buffer(
+                    "shared_hidden",
+                    (tokens, shape.shared_intermediate),
+                    BF16,
+                    loc,
+                    "shared gate/up",
+                    "shared down",
+                ),
+                Buffer("shared_y", (tokens, shape.hidden), BF16, loc, "shared down", "reduce"),
+            ]
+        ends = {sym: 0, loc: 0}
+        placed = {}
+        for b in rows:
+            offset = ends[b.scope]
+            placed[b.name] = Buffer(b.name, b.shape, b.dtype, b.scope, b.writer, b.reader, offset)
+            ends[b.scope] = -(-(offset + b.num_bytes) // ALIGNMENT) * ALIGNMENT
+        return cls(placed, counters, max_tokens, max_rows, ring_rows, ends[sym], ends[loc])
+
+
+def max_routed_rows(shape: MoEShape, ep_size: int, max_tokens: int) -> int:
+    """Rows of a rank for the worst routing: every route of every rank here, each expert's segment padded."""
+    routes = ep_size * max_tokens * shape.topk
+    return -(-routes // ROW_BLOCK) * ROW_BLOCK + ROW_BLOCK * shape.local_experts(ep_size)
+
+
+def describe_workspace(shape: MoEShape, ep_size: int, max_tokens: int, run: RunConfig) -> list[dict[str, Any]]:
+    """One row per buffer, for ``explain``; nothing is allocated."""
+    table = WorkspaceTable.of(shape, ep_size, max_tokens, run)
+    return [
+        {
+            "buffer": b.name,
+            "shape": list(b.shape),
+            "dtype": b.dtype,
+            "scope": b.scope,
+            "writer": b.writer,
+            "reader": b.reader,
+            "bytes": b.num_bytes,
+        }
+        for b in table.buffers.values()
+    ]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """One rank's memory. Made by ``functional.create_workspaces``; used by one stream at a time.
+
+    launches   kernels launched through this workspace, by kind: schedule, forward
+    """
+
+    shape: MoEShape
+    table: WorkspaceTable
+    symmetric: SymmetricBlock
+    local: torch.Tensor  # (local_bytes,) uint8
+    record: torch.Tensor  # (RECORD_WORDS,) int32, pinned host memory
+    run: RunConfig
+    schedule_state: ScheduleState
+    stream: torch.cuda.Stream | None  # this virtual rank's own stream; None: the caller's current stream
+    num_sms: int  # CTAs this rank may keep resident
+    launches: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rank(self) -> int:
+        return self.symmetric.rank
+
+    @property
+    def ep_size(self) -> int:
+        return self.symmetric.ep_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A buffer as a tensor of its shape and dtype."""
+        import torch
+
+        b = self.table.buffers[name]
+        block = self.symmetric.memory if b.scope == "symmetric" else self.local
+        dtype = {BF16: torch.bfloat16, INT32: torch.int32, BYTES: torch.uint8}[b.dtype]
+        return block[b.offset : b.offset + b.num_bytes].view(dtype).view(b.shape)
+
+    @property
+    def x(self) -> torch.Tensor:
+        """(max_tokens, hidden) bf16 in symmetric memory: an x written here is not copied again by forward."""
+        return self.tensor("x")
+
+    def address(self, name: str) -> int:
+        """Byte address of a local buffer, or of this rank's copy of a symmetric one."""
+        b = self.table.buffers[name]
+        block = self.symmetric.memory if b.scope == "symmetric" else self.local
+        return int(block.data_ptr()) + b.offset
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of an earlier launch whose record has arrived, without waiting for anything."""
+        report = read_record(self.record, self.ep_size)
+        if report is not None:
+            raise PeerTimeoutError(report)
+
+    def check(self) -> None:
+        """Wait for this rank's work and raise PeerTimeoutError if a wait in it gave up."""
+        import torch
+
+        torch.cuda.synchronize(self.device)
+        self.raise_if_failed()
+
+    def reset(self) -> None:
+        """Forget a failed launch: zero counters, epochs and signals. All ranks must do so before the next launch."""
+        import torch
+
+        torch.cuda.synchronize(self.device)
+        self.record.zero_()
+        for name in ("counters", "control", "entry", "exit", "schedule_exchange"):
+            self.tensor(name).zero_()
+        self.schedule_state.reset()
+        torch.cuda.synchronize(self.device)
+
+
+def read_record(record: torch.Tensor, ep_size: int) -> TimeoutReport | None:
+    """The record a wait left in host memory, None when there is none."""
+    from mok_cute.templates import records
+
+    words = [int(word) for word in record.tolist()]
+    if words[records.STATUS] == 0:
+        return None
+    signal = records.signal_name(words[records.SIGNAL])
+    index = words[records.INDEX]
+    age_ns = (words[records.AGE_NS] & 0xFFFFFFFF) | (words[records.AGE_NS + 1] << 32)
+    return TimeoutReport(
+        rank=words[records.RANK],
+        cta=words[records.CTA],
+        role=records.ROLE_NAMES.get(words[records.ROLE], str(words[records.ROLE])),
+        signal=signal,
+        index=index,
+        seen=words[records.SEEN],
+        expected=words[records.EXPECTED],
+        age_s=age_ns * 1e-9,
+        missing_rank=index if signal in records.PER_PEER else None,
+    )
+
+
+def raise_if_any_failed(workspaces: Iterable[Workspace]) -> None:
+    for workspace in workspaces:
+        workspace.raise_if_failed()
