@@ -152,13 +152,14 @@ class RunConfig:
 
     minibatch     routed rows handed over at once between dispatch and compute; a multiple of 128
     macrobatch    routed rows that the rings hold; a multiple of minibatch
-    comm_sms      CTAs that move rows before they join the others in computing
+    comm_sms      CTAs that move rows before they join the others in computing, fewer than the rank's CTAs; None:
+                  16, but at most a quarter of them
     num_sms       CTAs of the launch; None: all SMs of the device, divided by the ranks that share it
     """
 
     minibatch: int = 2048
     macrobatch: int = 65536
-    comm_sms: int = 16
+    comm_sms: int | None = None
     num_sms: int | None = None
 
     def __post_init__(self) -> None:
@@ -172,8 +173,8 @@ class RunConfig:
             "macrobatch",
             f"a positive multiple of minibatch={self.minibatch}",
         )
-        rule(self.comm_sms >= 1, "comm_sms", "at least one CTA moves rows")
-        rule(self.num_sms is None or self.num_sms >= 1, "num_sms", "at least one CTA")
+        rule(self.comm_sms is None or self.comm_sms >= 1, "comm_sms", "at least one CTA moves rows")
+        rule(self.num_sms is None or self.num_sms >= 2, "num_sms", "at least two CTAs: one moves rows, one computes")
 
     @property
     def minibatch_blocks(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mok_cute.config import MAX_EP_SIZE, ROW_BLOCK, RunConfig
+from mok_cute.config import MAX_EP_SIZE, ROW_BLOCK, KernelConfig, RunConfig
 from mok_cute.errors import ConfigError, PeerTimeoutError, TimeoutReport
 from mok_cute.schedule import schedule_symmetric_bytes
 from mok_cute.templates.launch_args import (
@@ -165,6 +165,7 @@ class Workspace:
     """
 
     shape: MoEShape
+    config: KernelConfig
     table: WorkspaceTable
     symmetric: SymmetricBlock
     local: torch.Tensor  # (local_bytes,) uint8

@@ -1,0 +1,401 @@
+"""The layer as plain functions, for framework authors: workspace, schedule, forward.
+
+Each function has a form for one rank and a form for all virtual ranks of this process (lists, one entry per rank).
+Nothing here waits for the GPU, except ``MOK_CUTE_CHECKS=2`` and ``Workspace.check``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from mok_cute.config import KernelConfig, RunConfig
+from mok_cute.errors import ConfigError, UnsupportedError
+from mok_cute.settings import Settings
+from mok_cute.workspace import Workspace, WorkspaceTable, raise_if_any_failed
+
+if TYPE_CHECKING:
+    import torch
+
+    from mok_cute.compile import CompiledKernel
+    from mok_cute.schedule import Schedule
+    from mok_cute.shapes import MoEShape
+
+DEFAULT_COMM_SMS = 16
+DEFAULT_COMM_SHARE = 4  # at most a quarter of a rank's CTAs by default
+
+
+class RoutedWeights(NamedTuple):
+    """This rank's experts, bf16. Rows are contiguous; experts may lie any multiple of 8 elements apart."""
+
+    gate: torch.Tensor  # (local experts, intermediate, hidden)
+    up: torch.Tensor  # (local experts, intermediate, hidden)
+    down: torch.Tensor  # (local experts, hidden, intermediate)
+
+
+class SharedWeights(NamedTuple):
+    """The shared expert, bf16, contiguous, the same on every rank."""
+
+    gate: torch.Tensor  # (shared_intermediate, hidden)
+    up: torch.Tensor  # (shared_intermediate, hidden)
+    down: torch.Tensor  # (hidden, shared_intermediate)
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What backward needs of macrobatch 0, the first ``rows`` rows of the schedule; allocated per call.
+
+    x       (rows, hidden) bf16: the routed rows
+    gate    (rows, intermediate) bf16, before the clamp
+    up      (rows, intermediate) bf16, before the clamp
+    Padding rows hold zeros, rows beyond the schedule's num_rows anything.
+    """
+
+    x: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+
+
+Output = tuple["torch.Tensor", "ForwardContext | None"]
+
+
+def create_workspaces(
+    shape: MoEShape,
+    *,
+    ep_size: int,
+    max_tokens: int,
+    device: torch.device | str = "cuda",
+    run: RunConfig | None = None,
+    config: KernelConfig | None = None,
+) -> list[Workspace]:
+    """Memory for ``ep_size`` virtual ranks of this process on one GPU, each with its share of the SMs.
+
+    max_tokens   largest token count of any rank in any call
+    run          its macrobatch sets the length of the rings; later calls may use less, never more
+
+    Compiles or loads the kernels, so that later calls launch at once. Raises ConfigError for arguments that mean
+    nothing and UnsupportedError for what this machine cannot serve.
+    """
+    import torch
+
+    from mok_cute.arch import Arch, num_sms
+    from mok_cute.compile import compile_forward
+    from mok_cute.schedule import ScheduleState, schedule_sizes
+    from mok_cute.symmetric import allocate_local
+    from mok_cute.templates.records import RECORD_WORDS
+
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise UnsupportedError(f"device={device}: kernels run on a CUDA device; pass device='cuda'.")
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    run = run or RunConfig()
+    table = WorkspaceTable.of(shape, ep_size, max_tokens, run)
+    compile_forward(shape, config, Arch.of_device(device).name, shape.local_experts(ep_size))
+    share = num_sms(device) // ep_size
+    if share < 2:
+        raise UnsupportedError(
+            f"ep_size={ep_size}: {num_sms(device)} SMs give each virtual rank {share}, and a rank needs at least 2; "
+            "use fewer ranks."
+        )
+    blocks = allocate_local(table.symmetric_bytes, ep_size, device)
+    sizes = schedule_sizes(shape, ep_size, max_tokens)
+    return [
+        Workspace(
+            shape=shape,
+            config=config or KernelConfig(),
+            table=table,
+            symmetric=block,
+            local=torch.zeros(table.local_bytes, dtype=torch.uint8, device=device),
+            record=torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory(),
+            run=run.fitted(table.max_rows),
+            schedule_state=ScheduleState.allocate(sizes, device),
+            stream=torch.cuda.Stream(device) if ep_size > 1 else None,
+            num_sms=min(share, run.num_sms or share),
+        )
+        for block in blocks
+    ]
+
+
+def create_workspace(
+    shape: MoEShape,
+    *,
+    max_tokens: int,
+    device: torch.device | str = "cuda",
+    run: RunConfig | None = None,
+    config: KernelConfig | None = None,
+) -> Workspace:
+    """A workspace for a single rank that owns all experts; see ``create_workspaces``."""
+    return create_workspaces(shape, ep_size=1, max_tokens=max_tokens, device=device, run=run, config=config)[0]
+
+
+def build_schedules(
+    workspaces: Sequence[Workspace],
+    topk_ids: Sequence[torch.Tensor],
+    num_tokens: Sequence[torch.Tensor] | None = None,
+) -> list[Schedule]:
+    """From each rank's expert choices to the routed rows of each rank, in three launches per rank.
+
+    topk_ids     (tokens, topk) int32 or int64 per rank, contiguous; -1 and ids beyond the experts are dropped
+    num_tokens   (1,) int32 on the device per rank: how many of the tokens count; None: all
+
+    The arrays live on the device and may be used at once on the current stream.
+    """
+    from mok_cute.arch import Arch
+    from mok_cute.compile import compile_schedule
+    from mok_cute.schedule import allocate_schedule, launch_schedule, schedule_arguments
+    from mok_cute.templates.launch_args import CONTROL_STOP
+
+    check_lengths(workspaces, topk_ids=topk_ids, num_tokens=num_tokens)
+    raise_if_any_failed(workspaces)
+    settings = Settings.from_environment()
+    first = workspaces[0]
+    arch_name = Arch.of_device(first.device).name
+    schedules = [allocate_schedule(w.schedule_state.sizes, w.device) for w in workspaces]
+    compiled = [
+        compile_schedule(first.shape, arch_name, first.ep_size, 8 * ids.element_size()).functions for ids in topk_ids
+    ]
+    arguments = [
+        schedule_arguments(
+            workspace.schedule_state,
+            schedule,
+            topk_ids=ids,
+            num_tokens=None if num_tokens is None else num_tokens[workspace.rank],
+            peer_table=workspace.symmetric.peer_table.data_ptr(),
+            rank=workspace.rank,
+            symmetric_offset=workspace.table.buffers["schedule_exchange"].offset,
+            stop=workspace.address("control") + 4 * CONTROL_STOP,
+            record=workspace.record.data_ptr(),
+            limit_ns=int(settings.entry_timeout_s * 1e9),
+        )
+        for workspace, schedule, ids in zip(workspaces, schedules, topk_ids, strict=True)
+    ]
+    from mok_cute.launcher import rank_streams
+
+    with rank_streams(workspaces) as streams:
+        launch_schedule(compiled, arguments, streams)
+    for workspace in workspaces:
+        workspace.launches["schedule"] += 3
+    if settings.checks >= 2:
+        refuse_dropped(workspaces, schedules)
+    return schedules
+
+
+def build_schedule(
+    workspace: Workspace, topk_ids: torch.Tensor, num_tokens: torch.Tensor | None = None
+) -> Schedule:
+    """``build_schedules`` for a single rank."""
+    return build_schedules([workspace], [topk_ids], None if num_tokens is None else [num_tokens])[0]
+
+
+def refuse_dropped(workspaces: Sequence[Workspace], schedules: Sequence[Schedule]) -> None:
+    """Raise ConfigError when a rank's ids name experts that do not exist. Waits for the GPU."""
+    for workspace, schedule in zip(workspaces, schedules, strict=True):
+        dropped = int(schedule.num_dropped)
+        if dropped:
+            raise ConfigError(
+                f"topk_ids: rank {workspace.rank} has {dropped} ids at or above num_experts="
+                f"{workspace.shape.num_experts}: ids run from 0, and -1 drops a route; correct them."
+            )
+
+
+def forward_ranks(
+    workspaces: Sequence[Workspace],
+    schedules: Sequence[Schedule],
+    xs: Sequence[torch.Tensor],
+    topk_weights: Sequence[torch.Tensor],
+    routed: Sequence[RoutedWeights],
+    shared: Sequence[SharedWeights] | None = None,
+    *,
+    shared_factors: Sequence[torch.Tensor] | None = None,
+    save_for_backward: bool = False,
+    run: RunConfig | None = None,
+) -> list[Output]:
+    """The layer forward, one kernel per rank: y[t] = s[t] * S(x[t]) + sum over k of w[t, k] * E[id[t, k]](x[t]).
+
+    xs               (tokens, hidden) bf16 per rank, contiguous
+    topk_weights     (tokens, topk) f32 per rank
+    shared_factors   (tokens,) f32 per rank, exactly when the shape has a shared_factor
+    run              changes speed and memory only; None: the workspace's
+
+    Returns (y, context) per rank: y (tokens, hidden) bf16; context only with ``save_for_backward``. Raises
+    PeerTimeoutError if an earlier launch gave up, as far as its record has arrived.
+    """
+    import torch
+
+    from mok_cute.launcher import forward_arguments, launch_forward, rank_streams
+
+    check_lengths(workspaces, schedules=schedules, xs=xs, topk_weights=topk_weights, routed=routed, shared=shared)
+    check_lengths(workspaces, shared_factors=shared_factors)
+    raise_if_any_failed(workspaces)
+    settings = Settings.from_environment()
+    outputs: list[Output] = []
+    arguments, kernels = [], []
+    for i, workspace in enumerate(workspaces):
+        factor = None if shared_factors is None else shared_factors[i]
+        shared_weights = None if shared is None else shared[i]
+        if settings.checks >= 1:
+            check_tensors(workspace, xs[i], topk_weights[i], routed[i], shared_weights, factor)
+        chosen = fit_run(workspace, run)
+        context = None
+        if save_for_backward:
+            context = allocate_context(workspace, chosen)
+        y = torch.empty_like(xs[i])
+        arguments.append(
+            forward_arguments(
+                workspace,
+                schedules[i],
+                xs[i],
+                y,
+                topk_weights[i],
+                routed[i],
+                shared_weights,
+                factor,
+                context,
+                chosen,
+                comm_ctas(workspace, chosen),
+                settings,
+            )
+        )
+        kernels.append(kernel_of(workspace, settings))
+        outputs.append((y, context))
+    with rank_streams(workspaces) as streams:
+        launch_forward(kernels, arguments, streams, workspaces)
+    return outputs
+
+
+def forward(
+    workspace: Workspace,
+    schedule: Schedule,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    routed: RoutedWeights,
+    shared: SharedWeights | None = None,
+    *,
+    shared_factor: torch.Tensor | None = None,
+    save_for_backward: bool = False,
+    run: RunConfig | None = None,
+) -> Output:
+    """``forward_ranks`` for a single rank."""
+    return forward_ranks(
+        [workspace],
+        [schedule],
+        [x],
+        [topk_weights],
+        [routed],
+        None if shared is None else [shared],
+        shared_factors=None if shared_factor is None else [shared_factor],
+        save_for_backward=save_for_backward,
+        run=run,
+    )[0]
+
+
+def kernel_of(workspace: Workspace, settings: Settings) -> CompiledKernel:
+    from mok_cute.arch import Arch
+    from mok_cute.compile import compile_forward
+
+    shape = workspace.shape
+    arch_name = Arch.of_device(workspace.device).name
+    return compile_forward(shape, workspace.config, arch_name, shape.local_experts(workspace.ep_size), settings)
+
+
+def fit_run(workspace: Workspace, run: RunConfig | None) -> RunConfig:
+    """The run configuration of a call, within the rings that the workspace has."""
+    if run is None:
+        return workspace.run
+    fitted = run.fitted(workspace.table.max_rows)
+    if fitted.macrobatch > workspace.table.ring_rows:
+        raise ConfigError(
+            f"macrobatch={run.macrobatch}: the rings of this workspace hold {workspace.table.ring_rows} rows; "
+            "create the workspace with a larger macrobatch."
+        )
+    return fitted
+
+
+def comm_ctas(workspace: Workspace, run: RunConfig) -> int:
+    """CTAs that dispatch before they compute. At least one CTA must compute from the start: dispatch may wait for
+    ring rows that only computing frees."""
+    if run.comm_sms is None:
+        return max(1, min(DEFAULT_COMM_SMS, workspace.num_sms // DEFAULT_COMM_SHARE))
+    if run.comm_sms >= workspace.num_sms:
+        raise ConfigError(
+            f"comm_sms={run.comm_sms}: this rank has {workspace.num_sms} CTAs and at least one must compute; "
+            f"set comm_sms to at most {workspace.num_sms - 1}."
+        )
+    return run.comm_sms
+
+
+def allocate_context(workspace: Workspace, run: RunConfig) -> ForwardContext:
+    import torch
+
+    shape, rows = workspace.shape, run.macrobatch
+
+    def empty(cols: int) -> torch.Tensor:
+        return torch.empty(rows, cols, dtype=torch.bfloat16, device=workspace.device)
+
+    return ForwardContext(empty(shape.hidden), empty(shape.intermediate), empty(shape.intermediate))
+
+
+def check_lengths(workspaces: Sequence[Workspace], **lists: Sequence[object] | None) -> None:
+    if not workspaces:
+        raise ConfigError("workspaces: empty; pass one workspace per rank.")
+    for name, entries in lists.items():
+        if entries is not None and len(entries) != len(workspaces):
+            raise ConfigError(f"{name}: {len(entries)} entries for {len(workspaces)} ranks; pass one per rank.")
+
+
+def check_tensors(
+    workspace: Workspace,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    routed: RoutedWeights,
+    shared: SharedWeights | None,
+    factor: torch.Tensor | None,
+) -> None:
+    """Refuse what the kernel cannot read, naming argument, value, rule and change."""
+    import torch
+
+    shape = workspace.shape
+    hidden, inner, local = shape.hidden, shape.intermediate, shape.local_experts(workspace.ep_size)
+    tokens = x.shape[0] if x.dim() else 0
+
+    def rule(name: str, tensor: torch.Tensor, wanted: tuple[int, ...], dtype: torch.dtype, stacked: bool) -> None:
+        if tuple(tensor.shape) != wanted:
+            raise ConfigError(f"{name}: shape {tuple(tensor.shape)}: must be {wanted}; reshape it.")
+        if tensor.dtype != dtype:
+            raise ConfigError(f"{name}: dtype {tensor.dtype}: must be {dtype}; convert it.")
+        if tensor.device != workspace.device:
+            raise ConfigError(f"{name}: on {tensor.device}: must be on {workspace.device}; move it.")
+        inside = tensor[0] if stacked and len(tensor) else tensor
+        if tensor.numel() and not inside.is_contiguous():
+            raise ConfigError(f"{name}: strides {tensor.stride()}: rows must be contiguous; call contiguous().")
+        if tensor.numel() and (tensor.data_ptr() % 16 or (stacked and tensor.stride(0) % 8)):
+            raise ConfigError(f"{name}: address or expert stride not a multiple of 16 bytes; copy it.")
+
+    rule("x", x, (tokens, hidden), torch.bfloat16, False)
+    if tokens > workspace.table.max_tokens:
+        raise ConfigError(
+            f"x: {tokens} tokens: the workspace was made for max_tokens={workspace.table.max_tokens}; make a larger one."
+        )
+    rule("topk_weights", topk_weights, (tokens, shape.topk), torch.float32, False)
+    rule("routed.gate", routed.gate, (local, inner, hidden), torch.bfloat16, True)
+    rule("routed.up", routed.up, (local, inner, hidden), torch.bfloat16, True)
+    rule("routed.down", routed.down, (local, hidden, inner), torch.bfloat16, True)
+    if (shared is not None) != bool(shape.shared_intermediate):
+        raise ConfigError(
+            f"shared: {'given' if shared is not None else 'missing'}, but shared_intermediate="
+            f"{shape.shared_intermediate}; pass shared weights exactly when the shape has a shared expert."
+        )
+    if shared is not None:
+        width = shape.shared_intermediate
+        rule("shared.gate", shared.gate, (width, hidden), torch.bfloat16, False)
+        rule("shared.up", shared.up, (width, hidden), torch.bfloat16, False)
+        rule("shared.down", shared.down, (hidden, width), torch.bfloat16, False)
+    if (factor is not None) != shape.shared_factor:
+        raise ConfigError(
+            f"shared_factor: {'given' if factor is not None else 'missing'}, but the shape says "
+            f"shared_factor={shape.shared_factor}; pass it exactly when the shape has one."
+        )
+    if factor is not None:
+        rule("shared_factor", factor, (tokens,), torch.float32, False)

@@ -1,0 +1,141 @@
+"""CompiledKernel + workspace + tensors -> one launch on a stream. No synchronisation, nothing allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mok_cute.config import RunConfig
+from mok_cute.templates.launch_args import FORWARD_ARGS
+
+if TYPE_CHECKING:
+    import torch
+
+    from mok_cute.compile import CompiledKernel
+    from mok_cute.functional import ForwardContext, RoutedWeights, SharedWeights
+    from mok_cute.schedule import Schedule
+    from mok_cute.settings import Settings
+    from mok_cute.workspace import Workspace
+
+NS_PER_S = 1_000_000_000
+
+
+def forward_arguments(
+    workspace: Workspace,
+    schedule: Schedule,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    topk_weights: torch.Tensor,
+    routed: RoutedWeights,
+    shared: SharedWeights | None,
+    shared_factor: torch.Tensor | None,
+    context: ForwardContext | None,
+    run: RunConfig,
+    comm_ctas: int,
+    settings: Settings,
+) -> tuple[int, ...]:
+    """Values for ``FORWARD_ARGS``, in order. The tensors are already checked; ``run`` already fits the rings."""
+    table = workspace.table
+    anything = workspace.address("x_ring")  # a valid address for descriptors that no task uses
+
+    def at(tensor: torch.Tensor | None) -> int:
+        return anything if tensor is None or tensor.numel() == 0 else int(tensor.data_ptr())
+
+    offsets = {name: table.buffers[name].offset for name in ("x", "combine", "entry", "exit")}
+    counters = table.counters
+    has_shared = shared is not None
+    values = {
+        "x": at(x),
+        "y": at(y),
+        "topk_weights": at(topk_weights),
+        "shared_factor": at(shared_factor),
+        "saved_x": 0 if context is None else int(context.x.data_ptr()),
+        "peer_rank": schedule.peer_rank.data_ptr(),
+        "peer_route": schedule.peer_route.data_ptr(),
+        "num_rows": schedule.num_rows.data_ptr(),
+        "expert_block_end": schedule.expert_block_end.data_ptr(),
+        "local_ids": schedule.local_ids.data_ptr(),
+        "num_tokens": schedule.num_tokens.data_ptr(),
+        "peer_table": workspace.symmetric.peer_table.data_ptr(),
+        "rank": workspace.rank,
+        "ep_size": workspace.ep_size,
+        "x_offset": offsets["x"],
+        "combine_offset": offsets["combine"],
+        "entry_offset": offsets["entry"],
+        "exit_offset": offsets["exit"],
+        "x_ring": anything,
+        "shared_y": workspace.address("shared_y") if has_shared else anything,
+        "counters": workspace.address("counters"),
+        "set_words": counters.set_words,
+        "x_routed_ready": counters.x_routed_ready,
+        "hidden_ready": counters.hidden_ready,
+        "shared_hidden_ready": counters.shared_hidden_ready,
+        "y_done": counters.y_done,
+        "control": workspace.address("control"),
+        "record": workspace.record.data_ptr(),
+        "minibatch_blocks": run.minibatch_blocks,
+        "ring_minibatches": run.ring_minibatches,
+        "comm_ctas": comm_ctas,
+        "entry_limit_ns": int(settings.entry_timeout_s * NS_PER_S),
+        "wait_limit_ns": int(settings.timeout_s * NS_PER_S),
+        "x_rows": max(1, len(x)),
+        "token_rows": max(1, table.max_tokens),
+        "ring_rows": table.ring_rows,
+        "saved_rows": table.ring_rows if context is None else len(context.x),
+        "hidden_ring": workspace.address("hidden_ring"),
+        "shared_hidden": workspace.address("shared_hidden") if has_shared else anything,
+        "saved_gate": workspace.address("hidden_ring") if context is None else context.gate.data_ptr(),
+        "saved_up": workspace.address("hidden_ring") if context is None else context.up.data_ptr(),
+        "gate": at(routed.gate),
+        "gate_stride": expert_stride(routed.gate),
+        "up": at(routed.up),
+        "up_stride": expert_stride(routed.up),
+        "down": at(routed.down),
+        "down_stride": expert_stride(routed.down),
+        "shared_gate": at(shared.gate if shared else None),
+        "shared_up": at(shared.up if shared else None),
+        "shared_down": at(shared.down if shared else None),
+        "num_ctas": workspace.num_sms,
+    }
+    return tuple(values[name] for name, _ in FORWARD_ARGS)
+
+
+def expert_stride(weight: torch.Tensor) -> int:
+    """Elements between two experts; with one expert or none torch may report any stride."""
+    return int(weight.stride(0)) if len(weight) > 1 else int(weight.shape[1] * weight.shape[2])
+
+
+def launch_forward(
+    kernels: Sequence[CompiledKernel],
+    arguments: Sequence[tuple[int, ...]],
+    streams: Sequence[int],
+    workspaces: Sequence[Workspace],
+) -> None:
+    """One kernel per rank, nothing in between: virtual ranks wait for each other inside their kernels."""
+    for kernel, values, stream in zip(kernels, arguments, streams, strict=True):
+        kernel.function(*values, stream)
+    for workspace in workspaces:
+        workspace.launches["forward"] += 1
+
+
+@contextmanager
+def rank_streams(workspaces: Sequence[Workspace]) -> Iterator[list[int]]:
+    """Raw stream handles, one per rank, ordered behind the caller's current stream and before what follows on it.
+
+    A single rank uses the current stream itself. Virtual ranks have a stream each, so that their kernels run at the
+    same time.
+    """
+    import torch
+
+    device = workspaces[0].device
+    current = torch.cuda.current_stream(device)
+    own = [workspace.stream for workspace in workspaces]
+    with torch.cuda.device(device):
+        for stream in own:
+            if stream is not None:
+                stream.wait_stream(current)
+        yield [current.cuda_stream if stream is None else stream.cuda_stream for stream in own]
+        for stream in own:
+            if stream is not None:
+                current.wait_stream(stream)
