@@ -1,4 +1,5 @@
-# Every target does its own set-up: a virtual environment in .venv, CPU torch where there is no GPU, this project.
+# Every target does its own set-up: a virtual environment in .venv, torch, this project. Where there is no GPU, the
+# versions are those in constraints/, and torch is the CPU build if pip's configuration offers one.
 # PYTHON chooses the interpreter, PIP_ARGS adds arguments to pip.
 
 PYTHON ?= python3

@@ -11,6 +11,7 @@ none, and of many processes that start together one compiles.
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import json
 import os
@@ -95,6 +96,12 @@ def source_fingerprint() -> str:
     return digest.hexdigest()
 
 
+@functools.cache
+def process_fingerprint() -> str:
+    """The fingerprint of what this process compiles from: Python reads a module once, whatever becomes of its file."""
+    return source_fingerprint()
+
+
 def tool_versions() -> dict[str, str]:
     """Everything besides our sources that decides the bytes of an object file."""
     import cutlass
@@ -119,7 +126,7 @@ def _identity(inputs: dict[str, Any], arch: str, names: Iterable[str], settings:
         "inputs": inputs,
         "arch": arch,
         "functions": sorted(names),
-        "sources": source_fingerprint(),
+        "sources": process_fingerprint(),
         "tools": tool_versions(),
         "compiler_environment": [list(pair) for pair in settings.compiler_environment],
     }
@@ -171,6 +178,10 @@ def _from_disk(root: Path, key: str, identity: dict[str, Any], functions: dict[s
         scratch = root / f"building-{uuid.uuid4().hex}"
         try:
             _build(scratch, key, identity, functions)
+            if source_fingerprint() != identity["sources"]:
+                # Which text was compiled, the old or the new, is not known: neither may find it under its key.
+                warnings.warn("template sources changed while this process runs: it keeps no kernels.", stacklevel=4)
+                return _load(scratch, key, cached=False)
             os.rename(scratch, path)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -353,12 +364,22 @@ def clear(settings: Settings, keys: Iterable[str] | None = None) -> int:
     chosen = None if keys is None else set(keys)
     paths = [path for path in _entry_paths(settings) if chosen is None or path.name in chosen]
     root = cache_directory(settings)
+    if chosen is None:
+        _clear_leftovers(root)
     for path in paths:
         with _COMPILER_LOCK, _lock(root, path.name):
             if path.exists():
                 _remove(path)
             _MEMO.pop((path.name, str(root)), None)
     return len(paths)
+
+
+def _clear_leftovers(root: Path) -> None:
+    """Folders that a killed process left half built. Younger ones may be at work in another process."""
+    for pattern in ("building-*", "removing-*"):
+        for path in root.glob(pattern):
+            if path.stat().st_mtime < time.time() - LOCK_TIMEOUT_S:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _entry_paths(settings: Settings) -> list[Path]:

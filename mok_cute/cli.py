@@ -39,6 +39,7 @@ DIRECTIONS = ("forward", "backward", "both")
 ARCHES = ("sm_90a", "sm_100a", "sm_103a")
 DEVICES = ("cuda", *(f"virtual:{arch}" for arch in ARCHES))
 ROUTINGS = ("random", "zipf", "all-to-one", "empty-rank")
+PIPE_COLUMNS = 160
 DEMO_LOCAL_EXPERTS, DEMO_TOKENS = 32, 2048
 
 Json = dict[str, Any]
@@ -554,7 +555,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif outcome.show is not None:
             from rich.console import Console
 
-            outcome.show(Console())
+            # A pipe has no width: wide enough for the longest opcode, so that each stays on one line.
+            outcome.show(Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS))
             sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as `head` does; Python would complain at exit once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

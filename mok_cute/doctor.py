@@ -40,6 +40,7 @@ def examine() -> dict[str, Any]:
         "system": {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()},
         "packages": _packages(findings),
         "dsl": _dsl_flavours(findings),
+        "compiler": _compiler(findings),
         "gpu": _gpu(findings),
         "cache": _cache(findings),
         "settings": _settings(findings),
@@ -105,6 +106,18 @@ def _dsl_flavours(findings: list[str]) -> list[dict[str, Any]]:
     if len(versions) > 1:
         findings.append(f"the DSL's flavours differ in version ({', '.join(sorted(versions))}); install equal ones.")
     return rows
+
+
+def _compiler(findings: list[str]) -> dict[str, Any]:
+    """Whether the DSL can be imported at all, and the CUDA version of the tool chain that it chose."""
+    try:
+        import cutlass
+
+        version = cutlass.CUDA_VERSION
+        return {"importable": True, "cuda": f"{version.major}.{version.minor}"}
+    except Exception as error:  # also what its native libraries raise
+        findings.append(f"the DSL cannot be imported ({type(error).__name__}: {error}); reinstall nvidia-cutlass-dsl.")
+        return {"importable": False, "cuda": None}
 
 
 def _gpu(findings: list[str]) -> list[dict[str, Any]]:

@@ -32,7 +32,8 @@ def show_sections(console: Console, sections: dict[str, Any]) -> None:
 
     for title, section in sections.items():
         rows = section if isinstance(section, list) else [{"name": k, "value": v} for k, v in section.items()]
-        table = Table(title=title.replace("_", " "), title_justify="left", box=box.SIMPLE)
+        name = title.replace("_", " ") if title.isidentifier() else title
+        table = Table(title=name, title_justify="left", box=box.SIMPLE)
         columns = list(rows[0]) if rows else []
         for column in columns:
             number = all(isinstance(row[column], (int, float)) and not isinstance(row[column], bool) for row in rows)

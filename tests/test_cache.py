@@ -61,6 +61,7 @@ def fresh_process_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """As if the process had just started, so that a hit comes from the disk."""
     monkeypatch.setattr(cache, "_MEMO", {})
     monkeypatch.setattr(cache, "_USABLE", {})
+    cache.process_fingerprint.cache_clear()
     monkeypatch.setenv("FILL_DUMP_DIR", str(tmp_path))
 
 
@@ -214,7 +215,7 @@ def test_key_changes_when_anything_that_generates_code_changes(
         monkeypatch.setattr(cache, "tool_versions", lambda tool=tool: {**tools, tool: "other"})
         keys.append(key(base))
     monkeypatch.setattr(cache, "tool_versions", lambda: tools)
-    monkeypatch.setattr(cache, "source_fingerprint", lambda: "other")
+    monkeypatch.setattr(cache, "process_fingerprint", lambda: "other")
     keys.append(key(base))
     assert len(set(keys)) == len(keys)
 
@@ -242,6 +243,18 @@ def test_fingerprint_changes_when_a_template_changes(tmp_path: Path, monkeypatch
     (tmp_path / "sub" / "a.py").rename(tmp_path / "a.py")
     prints.append(cache.source_fingerprint())
     assert len(set(prints)) == 3
+
+
+def test_kernel_is_not_kept_when_sources_change_after_the_process_read_them(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = Builder()
+    cache.process_fingerprint()
+    monkeypatch.setattr(cache, "source_fingerprint", lambda: "edited")
+    with pytest.warns(UserWarning, match="sources changed"):
+        assert callable(get(settings, builder).functions["fill"])
+    assert cache.list_entries(settings) == []
+    assert get(settings, builder).cached and builder.calls == 1  # this process goes on with what it has
 
 
 def test_compile_error_keeps_the_compilers_words_and_leaves_no_entry(settings: Settings) -> None:
@@ -280,6 +293,16 @@ def test_cache_compiles_one_at_a_time_when_threads_ask_together(settings: Settin
     for thread in threads:
         thread.join()
     assert not failures and builder.calls == 2
+
+
+def test_clear_removes_what_a_killed_process_left_and_spares_builds_at_work(settings: Settings) -> None:
+    root = cache.cache_directory(settings)
+    dead, alive = root / "building-dead", root / "building-alive"
+    dead.mkdir()
+    alive.mkdir()
+    os.utime(dead, (0, 0))
+    assert cache.clear(settings) == 0
+    assert (dead.exists(), alive.exists()) == (False, True)
 
 
 def test_entries_are_listed_and_removed(settings: Settings) -> None:

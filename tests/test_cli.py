@@ -239,6 +239,7 @@ def test_doctor_reports_and_exits_0(capsys: Any, monkeypatch: pytest.MonkeyPatch
     assert code == 0
     assert any("MOK_CUTE_TIMEOUTS" in finding for finding in document["findings"])
     assert {row["package"] for row in document["packages"]} >= {"torch", "nvidia-cutlass-dsl"}
+    assert document["compiler"]["importable"] and document["compiler"]["cuda"]
     assert document["cache"]["writable"] in (True, False)
     assert cli.main(["doctor"]) == 0
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mok_cute.cache import HOST_SOURCES
+
 ROOT = Path(__file__).parents[1]
 PACKAGE, TEMPLATES = ROOT / "mok_cute", ROOT / "templates"
 
@@ -105,6 +107,13 @@ def test_templates_import_only_what_device_code_may_see(path: Path) -> None:
         assert not is_within(module, "torch"), f"{path} imports torch"
         if module.startswith("mok_cute."):
             assert module.split(".")[1] in TEMPLATES_MAY_SEE, f"{path} imports {module}"
+
+
+def test_host_modules_that_templates_see_are_in_the_fingerprint_of_the_cache() -> None:
+    modules = {module for path in modules_of(TEMPLATES) for module, _ in imports(path)}
+    seen = {module.split(".")[1] for module in modules if module.startswith("mok_cute.")} - {"templates"}
+    assert seen
+    assert {f"{name}.py" for name in seen} <= set(HOST_SOURCES)
 
 
 @pytest.mark.parametrize("path", modules_of(PACKAGE), ids=lambda path: str(path.relative_to(ROOT)))
