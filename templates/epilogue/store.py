@@ -168,7 +168,10 @@ class Epilogue:
         """Tell the store warp that no chunk follows."""
         cute.arch.mbarrier_wait(chunks.empty, parity ^ 1)
         if thread == 0:
-            chunks.messages[0] = Int32(FINISHED)
+            no_word = Int32(NO_WORD)
+            message = Message(Int32(FINISHED), Int32(0), Int32(0), no_word, no_word, Int32(0))
+            for i in cutlass.range_constexpr(len(message)):
+                chunks.messages[i] = message[i]
         cute.arch.mbarrier_arrive(chunks.full)
 
 
