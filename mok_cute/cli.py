@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
     """Raises instead of leaving, so that a usage error can also be told as JSON."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}. See {self.prog} --help.")
+        raise ConfigError(f"{message}. See {self.prog} --help.")
 
 
 def build_parser() -> Parser:
