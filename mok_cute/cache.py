@@ -37,7 +37,9 @@ SIDECAR = "entry.json"
 LOCK_TIMEOUT_S = 900  # longer than any compile; then another process is stuck, and waiting on would hide it
 HOST_SOURCES = ("compile.py", "config.py", "shapes.py")  # host modules whose text decides what is generated
 
-Build = Callable[[], Any]  # returns what cute.compile returns, made with --enable-tvm-ffi --keep-ptx --keep-cubin
+# Takes a folder for the compiler's own files, its --dump-dir, which would otherwise be the user's current folder.
+# Returns what cute.compile returns, made with --enable-tvm-ffi --keep-ptx --keep-cubin.
+Build = Callable[[Path], Any]
 
 # The compiler of the DSL crashes when two threads compile at once. The memo below is guarded by the same lock.
 _COMPILER_LOCK = threading.RLock()
@@ -194,8 +196,9 @@ def _build(path: Path, key: str, identity: dict[str, Any], functions: dict[str, 
     start = time.perf_counter()
     figures = {}
     for name, build in functions.items():
-        compiled = _compile(name, identity["arch"], build)
-        ptx, cubin = compiled.__ptx__, compiled.__cubin__
+        with tempfile.TemporaryDirectory(prefix="mok_cute_") as dumps:
+            compiled = _compile(name, identity["arch"], build, Path(dumps))
+            ptx, cubin = compiled.__ptx__, compiled.__cubin__
         assert ptx and cubin, f"{name} was compiled without --keep-ptx --keep-cubin"
         figures[name] = kernel_figures(ptx, cubin, str(compiled.ir_module)).to_json()
         compiled.export_to_c(str(path / f"{name}.o"), function_name=_symbol(name, key))
@@ -215,9 +218,9 @@ def _build(path: Path, key: str, identity: dict[str, Any], functions: dict[str, 
     _sync_and_digest(path / SIDECAR)
 
 
-def _compile(name: str, arch: str, build: Build) -> Any:
+def _compile(name: str, arch: str, build: Build, dumps: Path) -> Any:
     try:
-        return build()
+        return build(dumps)
     except MokError:
         raise
     except Exception as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mok_cute import arch as machines
@@ -46,8 +47,8 @@ class CompiledSchedule:
     figures: dict[str, KernelFigures]
 
 
-def _options(arch_name: str) -> str:
-    return f"{OPTIONS} --gpu-arch {arch_name}"
+def _options(arch_name: str, dumps: Path) -> str:
+    return f"{OPTIONS} --gpu-arch {arch_name} --dump-dir {dumps}"
 
 
 def compile_forward(
@@ -65,7 +66,7 @@ def compile_forward(
     machine = machines.get(arch_name)
     config.validate(shape, machine.name, machine.smem_bytes_per_cta, local_experts)
 
-    def build() -> Any:
+    def build(dumps: Path) -> Any:
         import cutlass.cute as cute
         from cutlass import Int32, Int64
         from cutlass.cute.runtime import make_fake_stream
@@ -76,7 +77,7 @@ def compile_forward(
         kernel = ForwardMegakernel(shape, config, local_experts)
         example = {"Int32": Int32(1), "Int64": Int64(16)}
         arguments = [example[kind] for _, kind in FORWARD_ARGS]
-        return cute.compile(kernel, *arguments, make_fake_stream(), options=_options(arch_name))
+        return cute.compile(kernel, *arguments, make_fake_stream(), options=_options(arch_name, dumps))
 
     fields = asdict(shape)
     del fields["name"], fields["num_experts"]  # neither changes the code
@@ -104,8 +105,8 @@ def compile_schedule(
     local_experts = shape.local_experts(ep_size)
     machines.get(arch_name)
 
-    def builder(launch: str) -> Callable[[], Any]:
-        def build() -> Any:
+    def builder(launch: str) -> cache.Build:
+        def build(dumps: Path) -> Any:
             import cutlass.cute as cute
 
             from mok_cute.templates.schedule.kernels import ScheduleKernels
@@ -113,7 +114,9 @@ def compile_schedule(
             kernels = ScheduleKernels(
                 num_experts=shape.num_experts, local_experts=local_experts, topk=shape.topk, id_bits=id_bits
             )
-            return cute.compile(getattr(kernels, launch), *kernels.example_arguments(), options=_options(arch_name))
+            return cute.compile(
+                getattr(kernels, launch), *kernels.example_arguments(), options=_options(arch_name, dumps)
+            )
 
         return build
 

@@ -6,7 +6,7 @@ Nothing here waits for the GPU, except ``MOK_CUTE_CHECKS=2`` and ``Workspace.che
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +18,6 @@ from mok_cute.workspace import Workspace, WorkspaceTable, raise_if_any_failed
 if TYPE_CHECKING:
     import torch
 
-    from mok_cute.compile import CompiledKernel
     from mok_cute.schedule import Schedule
     from mok_cute.shapes import MoEShape
 
@@ -68,11 +67,13 @@ def create_workspaces(
     device: torch.device | str = "cuda",
     run: RunConfig | None = None,
     config: KernelConfig | None = None,
+    settings: Settings | None = None,
 ) -> list[Workspace]:
     """Memory for ``ep_size`` virtual ranks of this process on one GPU, each with its share of the SMs.
 
     max_tokens   largest token count of any rank in any call
     run          its macrobatch sets the length of the rings; later calls may use less, never more
+    settings     time limits and checks of all later calls; None: from the environment, now
 
     Compiles or loads the kernels, so that later calls launch at once. Raises ConfigError for arguments that mean
     nothing and UnsupportedError for what this machine cannot serve.
@@ -92,7 +93,8 @@ def create_workspaces(
         device = torch.device("cuda", torch.cuda.current_device())
     run = run or RunConfig()
     table = WorkspaceTable.of(shape, ep_size, max_tokens, run)
-    compile_forward(shape, config, Arch.of_device(device).name, shape.local_experts(ep_size))
+    settings = settings or Settings.from_environment()
+    kernel = compile_forward(shape, config, Arch.of_device(device).name, shape.local_experts(ep_size), settings)
     share = num_sms(device) // ep_size
     if share < 2:
         raise UnsupportedError(
@@ -104,7 +106,8 @@ def create_workspaces(
     return [
         Workspace(
             shape=shape,
-            config=config or KernelConfig(),
+            kernel=kernel,
+            settings=settings,
             table=table,
             symmetric=block,
             local=torch.zeros(table.local_bytes, dtype=torch.uint8, device=device),
@@ -125,9 +128,12 @@ def create_workspace(
     device: torch.device | str = "cuda",
     run: RunConfig | None = None,
     config: KernelConfig | None = None,
+    settings: Settings | None = None,
 ) -> Workspace:
     """A workspace for a single rank that owns all experts; see ``create_workspaces``."""
-    return create_workspaces(shape, ep_size=1, max_tokens=max_tokens, device=device, run=run, config=config)[0]
+    return create_workspaces(
+        shape, ep_size=1, max_tokens=max_tokens, device=device, run=run, config=config, settings=settings
+    )[0]
 
 
 def build_schedules(
@@ -142,20 +148,14 @@ def build_schedules(
 
     The arrays live on the device and may be used at once on the current stream.
     """
-    from mok_cute.arch import Arch
-    from mok_cute.compile import compile_schedule
+    from mok_cute.launcher import NS_PER_S, rank_streams
     from mok_cute.schedule import allocate_schedule, launch_schedule, schedule_arguments
     from mok_cute.templates.launch_args import CONTROL_STOP
 
     check_lengths(workspaces, topk_ids=topk_ids, num_tokens=num_tokens)
     raise_if_any_failed(workspaces)
-    settings = Settings.from_environment()
-    first = workspaces[0]
-    arch_name = Arch.of_device(first.device).name
     schedules = [allocate_schedule(w.schedule_state.sizes, w.device) for w in workspaces]
-    compiled = [
-        compile_schedule(first.shape, arch_name, first.ep_size, 8 * ids.element_size()).functions for ids in topk_ids
-    ]
+    compiled = [schedule_kernels(w, 8 * ids.element_size()) for w, ids in zip(workspaces, topk_ids, strict=True)]
     arguments = [
         schedule_arguments(
             workspace.schedule_state,
@@ -167,24 +167,20 @@ def build_schedules(
             symmetric_offset=workspace.table.buffers["schedule_exchange"].offset,
             stop=workspace.address("control") + 4 * CONTROL_STOP,
             record=workspace.record.data_ptr(),
-            limit_ns=int(settings.entry_timeout_s * 1e9),
+            limit_ns=int(workspace.settings.entry_timeout_s * NS_PER_S),
         )
         for workspace, schedule, ids in zip(workspaces, schedules, topk_ids, strict=True)
     ]
-    from mok_cute.launcher import rank_streams
-
     with rank_streams(workspaces) as streams:
         launch_schedule(compiled, arguments, streams)
     for workspace in workspaces:
         workspace.launches["schedule"] += 3
-    if settings.checks >= 2:
+    if workspaces[0].settings.checks >= 2:
         refuse_dropped(workspaces, schedules)
     return schedules
 
 
-def build_schedule(
-    workspace: Workspace, topk_ids: torch.Tensor, num_tokens: torch.Tensor | None = None
-) -> Schedule:
+def build_schedule(workspace: Workspace, topk_ids: torch.Tensor, num_tokens: torch.Tensor | None = None) -> Schedule:
     """``build_schedules`` for a single rank."""
     return build_schedules([workspace], [topk_ids], None if num_tokens is None else [num_tokens])[0]
 
@@ -229,13 +225,12 @@ def forward_ranks(
     check_lengths(workspaces, schedules=schedules, xs=xs, topk_weights=topk_weights, routed=routed, shared=shared)
     check_lengths(workspaces, shared_factors=shared_factors)
     raise_if_any_failed(workspaces)
-    settings = Settings.from_environment()
     outputs: list[Output] = []
-    arguments, kernels = [], []
+    arguments = []
     for i, workspace in enumerate(workspaces):
         factor = None if shared_factors is None else shared_factors[i]
         shared_weights = None if shared is None else shared[i]
-        if settings.checks >= 1:
+        if workspace.settings.checks >= 1:
             check_tensors(workspace, xs[i], topk_weights[i], routed[i], shared_weights, factor)
         chosen = fit_run(workspace, run)
         context = None
@@ -255,13 +250,11 @@ def forward_ranks(
                 context,
                 chosen,
                 comm_ctas(workspace, chosen),
-                settings,
             )
         )
-        kernels.append(kernel_of(workspace, settings))
         outputs.append((y, context))
     with rank_streams(workspaces) as streams:
-        launch_forward(kernels, arguments, streams, workspaces)
+        launch_forward(workspaces, arguments, streams)
     return outputs
 
 
@@ -291,13 +284,16 @@ def forward(
     )[0]
 
 
-def kernel_of(workspace: Workspace, settings: Settings) -> CompiledKernel:
-    from mok_cute.arch import Arch
-    from mok_cute.compile import compile_forward
+def schedule_kernels(workspace: Workspace, id_bits: int) -> dict[str, Callable[..., object]]:
+    """The compiled schedule kernels for int32 or int64 ids, looked up once per workspace."""
+    known = workspace.schedule_kernels
+    if id_bits not in known:
+        from mok_cute.compile import compile_schedule
 
-    shape = workspace.shape
-    arch_name = Arch.of_device(workspace.device).name
-    return compile_forward(shape, workspace.config, arch_name, shape.local_experts(workspace.ep_size), settings)
+        arch_name = workspace.kernel.arch
+        built = compile_schedule(workspace.shape, arch_name, workspace.ep_size, id_bits, workspace.settings)
+        known[id_bits] = built.functions
+    return known[id_bits]
 
 
 def fit_run(workspace: Workspace, run: RunConfig | None) -> RunConfig:
@@ -376,7 +372,8 @@ def check_tensors(
     rule("x", x, (tokens, hidden), torch.bfloat16, False)
     if tokens > workspace.table.max_tokens:
         raise ConfigError(
-            f"x: {tokens} tokens: the workspace was made for max_tokens={workspace.table.max_tokens}; make a larger one."
+            f"x: {tokens} tokens: the workspace was made for max_tokens={workspace.table.max_tokens}; "
+            "make a larger one."
         )
     rule("topk_weights", topk_weights, (tokens, shape.topk), torch.float32, False)
     rule("routed.gate", routed.gate, (local, inner, hidden), torch.bfloat16, True)

@@ -12,10 +12,8 @@ from mok_cute.templates.launch_args import FORWARD_ARGS
 if TYPE_CHECKING:
     import torch
 
-    from mok_cute.compile import CompiledKernel
     from mok_cute.functional import ForwardContext, RoutedWeights, SharedWeights
     from mok_cute.schedule import Schedule
-    from mok_cute.settings import Settings
     from mok_cute.workspace import Workspace
 
 NS_PER_S = 1_000_000_000
@@ -33,60 +31,36 @@ def forward_arguments(
     context: ForwardContext | None,
     run: RunConfig,
     comm_ctas: int,
-    settings: Settings,
 ) -> tuple[int, ...]:
     """Values for ``FORWARD_ARGS``, in order. The tensors are already checked; ``run`` already fits the rings."""
-    table = workspace.table
-    anything = workspace.address("x_ring")  # a valid address for descriptors that no task uses
+    fixed = workspace.fixed_arguments
+    anything = fixed["x_ring"]  # a valid address for what is absent or empty
 
     def at(tensor: torch.Tensor | None) -> int:
-        return anything if tensor is None or tensor.numel() == 0 else int(tensor.data_ptr())
+        return anything if tensor is None else tensor.data_ptr() or anything
 
-    offsets = {name: table.buffers[name].offset for name in ("x", "combine", "entry", "exit")}
-    counters = table.counters
-    has_shared = shared is not None
     values = {
+        **fixed,
         "x": at(x),
         "y": at(y),
         "topk_weights": at(topk_weights),
         "shared_factor": at(shared_factor),
-        "saved_x": 0 if context is None else int(context.x.data_ptr()),
+        "saved_x": 0 if context is None else context.x.data_ptr(),
         "peer_rank": schedule.peer_rank.data_ptr(),
         "peer_route": schedule.peer_route.data_ptr(),
         "num_rows": schedule.num_rows.data_ptr(),
         "expert_block_end": schedule.expert_block_end.data_ptr(),
         "local_ids": schedule.local_ids.data_ptr(),
         "num_tokens": schedule.num_tokens.data_ptr(),
-        "peer_table": workspace.symmetric.peer_table.data_ptr(),
-        "rank": workspace.rank,
-        "ep_size": workspace.ep_size,
-        "x_offset": offsets["x"],
-        "combine_offset": offsets["combine"],
-        "entry_offset": offsets["entry"],
-        "exit_offset": offsets["exit"],
-        "x_ring": anything,
-        "shared_y": workspace.address("shared_y") if has_shared else anything,
-        "counters": workspace.address("counters"),
-        "set_words": counters.set_words,
-        "x_routed_ready": counters.x_routed_ready,
-        "hidden_ready": counters.hidden_ready,
-        "shared_hidden_ready": counters.shared_hidden_ready,
-        "y_done": counters.y_done,
-        "control": workspace.address("control"),
-        "record": workspace.record.data_ptr(),
         "minibatch_blocks": run.minibatch_blocks,
         "ring_minibatches": run.ring_minibatches,
         "comm_ctas": comm_ctas,
-        "entry_limit_ns": int(settings.entry_timeout_s * NS_PER_S),
-        "wait_limit_ns": int(settings.timeout_s * NS_PER_S),
+        "entry_limit_ns": int(workspace.settings.entry_timeout_s * NS_PER_S),
+        "wait_limit_ns": int(workspace.settings.timeout_s * NS_PER_S),
         "x_rows": max(1, len(x)),
-        "token_rows": max(1, table.max_tokens),
-        "ring_rows": table.ring_rows,
-        "saved_rows": table.ring_rows if context is None else len(context.x),
-        "hidden_ring": workspace.address("hidden_ring"),
-        "shared_hidden": workspace.address("shared_hidden") if has_shared else anything,
-        "saved_gate": workspace.address("hidden_ring") if context is None else context.gate.data_ptr(),
-        "saved_up": workspace.address("hidden_ring") if context is None else context.up.data_ptr(),
+        "saved_rows": fixed["ring_rows"] if context is None else len(context.x),
+        "saved_gate": fixed["hidden_ring"] if context is None else context.gate.data_ptr(),
+        "saved_up": fixed["hidden_ring"] if context is None else context.up.data_ptr(),
         "gate": at(routed.gate),
         "gate_stride": expert_stride(routed.gate),
         "up": at(routed.up),
@@ -96,9 +70,8 @@ def forward_arguments(
         "shared_gate": at(shared.gate if shared else None),
         "shared_up": at(shared.up if shared else None),
         "shared_down": at(shared.down if shared else None),
-        "num_ctas": workspace.num_sms,
     }
-    return tuple(values[name] for name, _ in FORWARD_ARGS)
+    return tuple([values[name] for name, _ in FORWARD_ARGS])
 
 
 def expert_stride(weight: torch.Tensor) -> int:
@@ -107,15 +80,11 @@ def expert_stride(weight: torch.Tensor) -> int:
 
 
 def launch_forward(
-    kernels: Sequence[CompiledKernel],
-    arguments: Sequence[tuple[int, ...]],
-    streams: Sequence[int],
-    workspaces: Sequence[Workspace],
+    workspaces: Sequence[Workspace], arguments: Sequence[tuple[int, ...]], streams: Sequence[int]
 ) -> None:
     """One kernel per rank, nothing in between: virtual ranks wait for each other inside their kernels."""
-    for kernel, values, stream in zip(kernels, arguments, streams, strict=True):
-        kernel.function(*values, stream)
-    for workspace in workspaces:
+    for workspace, values, stream in zip(workspaces, arguments, streams, strict=True):
+        workspace.kernel.function(*values, stream)
         workspace.launches["forward"] += 1
 
 

@@ -7,11 +7,12 @@ serves all layers of a model: it holds no state between calls except epochs, whi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mok_cute.config import MAX_EP_SIZE, ROW_BLOCK, KernelConfig, RunConfig
+from mok_cute.config import MAX_EP_SIZE, ROW_BLOCK, RunConfig
 from mok_cute.errors import ConfigError, PeerTimeoutError, TimeoutReport
 from mok_cute.schedule import schedule_symmetric_bytes
 from mok_cute.templates.launch_args import (
@@ -23,7 +24,9 @@ from mok_cute.templates.launch_args import (
 if TYPE_CHECKING:
     import torch
 
+    from mok_cute.compile import CompiledKernel
     from mok_cute.schedule import ScheduleState
+    from mok_cute.settings import Settings
     from mok_cute.shapes import MoEShape
     from mok_cute.symmetric import SymmetricBlock
 
@@ -165,7 +168,8 @@ class Workspace:
     """
 
     shape: MoEShape
-    config: KernelConfig
+    kernel: CompiledKernel
+    settings: Settings
     table: WorkspaceTable
     symmetric: SymmetricBlock
     local: torch.Tensor  # (local_bytes,) uint8
@@ -175,6 +179,7 @@ class Workspace:
     stream: torch.cuda.Stream | None  # this virtual rank's own stream; None: the caller's current stream
     num_sms: int  # CTAs this rank may keep resident
     launches: Counter[str] = field(default_factory=Counter)
+    schedule_kernels: dict[int, dict[str, Callable[..., object]]] = field(default_factory=dict)  # by bits of an id
 
     @property
     def rank(self) -> int:
@@ -208,6 +213,38 @@ class Workspace:
         block = self.symmetric.memory if b.scope == "symmetric" else self.local
         return int(block.data_ptr()) + b.offset
 
+    @cached_property
+    def fixed_arguments(self) -> dict[str, int]:
+        """The launch arguments that never change, see ``templates/launch_args.py``; made once, on first use."""
+        offsets = {name: self.table.buffers[name].offset for name in ("x", "combine", "entry", "exit")}
+        counters = self.table.counters
+        anything = self.address("x_ring")  # a valid address for descriptors that no task uses
+        has_shared = "shared_y" in self.table.buffers
+        return {
+            "peer_table": self.symmetric.peer_table.data_ptr(),
+            "rank": self.rank,
+            "ep_size": self.ep_size,
+            "x_offset": offsets["x"],
+            "combine_offset": offsets["combine"],
+            "entry_offset": offsets["entry"],
+            "exit_offset": offsets["exit"],
+            "x_ring": anything,
+            "shared_y": self.address("shared_y") if has_shared else anything,
+            "counters": self.address("counters"),
+            "set_words": counters.set_words,
+            "x_routed_ready": counters.x_routed_ready,
+            "hidden_ready": counters.hidden_ready,
+            "shared_hidden_ready": counters.shared_hidden_ready,
+            "y_done": counters.y_done,
+            "control": self.address("control"),
+            "record": self.record.data_ptr(),
+            "token_rows": max(1, self.table.max_tokens),
+            "ring_rows": self.table.ring_rows,
+            "hidden_ring": self.address("hidden_ring"),
+            "shared_hidden": self.address("shared_hidden") if has_shared else anything,
+            "num_ctas": self.num_sms,
+        }
+
     def raise_if_failed(self) -> None:
         """Raise the error of an earlier launch whose record has arrived, without waiting for anything."""
         report = read_record(self.record, self.ep_size)
@@ -237,9 +274,9 @@ def read_record(record: torch.Tensor, ep_size: int) -> TimeoutReport | None:
     """The record a wait left in host memory, None when there is none."""
     from mok_cute.templates import records
 
-    words = [int(word) for word in record.tolist()]
-    if words[records.STATUS] == 0:
+    if not int(record[records.STATUS]):
         return None
+    words = record.tolist()
     signal = records.signal_name(words[records.SIGNAL])
     index = words[records.INDEX]
     age_ns = (words[records.AGE_NS] & 0xFFFFFFFF) | (words[records.AGE_NS + 1] << 32)

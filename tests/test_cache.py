@@ -39,8 +39,8 @@ def launch_fill(address: Int64, count: Int32):
     fill(address, count).launch(grid=(cute.ceil_div(count, 128), 1, 1), block=(128, 1, 1))
 
 
-def compile_fill(arch: str) -> Any:
-    options = f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir {os.environ['FILL_DUMP_DIR']}"
+def compile_fill(arch: str, dumps: Path) -> Any:
+    options = f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx --keep-cubin --dump-dir {dumps}"
     return cute.compile(launch_fill, Int64(8), Int32(1), options=options)
 
 
@@ -51,18 +51,17 @@ class Builder:
         self.arch = arch
         self.calls = 0
 
-    def __call__(self) -> Any:
+    def __call__(self, dumps: Path) -> Any:
         self.calls += 1
-        return compile_fill(self.arch)
+        return compile_fill(self.arch, dumps)
 
 
 @pytest.fixture(autouse=True)
-def fresh_process_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the process had just started, so that a hit comes from the disk."""
     monkeypatch.setattr(cache, "_MEMO", {})
     monkeypatch.setattr(cache, "_USABLE", {})
     cache.process_fingerprint.cache_clear()
-    monkeypatch.setenv("FILL_DUMP_DIR", str(tmp_path))
 
 
 @pytest.fixture
@@ -258,14 +257,14 @@ def test_kernel_is_not_kept_when_sources_change_after_the_process_read_them(
 
 
 def test_compile_error_keeps_the_compilers_words_and_leaves_no_entry(settings: Settings) -> None:
-    def broken() -> Any:
+    def broken(dumps: Path) -> Any:
         raise RuntimeError("ptxas says no")
 
     with pytest.raises(CompileError, match="fill for sm_90a.*RuntimeError: ptxas says no"):
         cache.get_or_build({}, "sm_90a", {"fill": broken}, settings)
     assert cache.list_entries(settings) == []
 
-    def refused() -> Any:
+    def refused(dumps: Path) -> Any:
         raise ConfigError("stages=9: too many")
 
     with pytest.raises(ConfigError, match="stages=9"):

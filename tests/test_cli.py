@@ -324,12 +324,15 @@ def test_compile_reports_figures_and_writes_files(capsys: Any, monkeypatch: pyte
 def test_compile_builds_a_small_shape_without_a_gpu(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("mok_cute.compile", reason="needs mok_cute/compile.py")
     monkeypatch.setenv("MOK_CUTE_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     code, document = run_json(capsys, "compile", "--shape", "tiny", "--out", str(tmp_path))
     assert code == 0, document
     assert document["registers"] > 0 and document["smem_bytes"] > 0
     assert any(opcode.startswith("wgmma") for opcode in document["instructions"])
     assert ".target sm_90a" in (tmp_path / "forward_sm_90a.ptx").read_text()
     assert (tmp_path / "forward_sm_90a.cubin").read_bytes()[:4] == b"\x7fELF"
+    assert not list((tmp_path / "here").iterdir()), "the compiler's own files stay out of the current folder"
 
 
 def test_module_runs_as_a_program():
