@@ -48,9 +48,10 @@ def cublas_tflops(m: int, n: int, k: int) -> float:
 def environment() -> dict[str, Any]:
     def commit() -> str:
         try:
-            return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+            done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
         except OSError:
-            return ""
+            return "unknown"
+        return done.stdout.strip() if done.returncode == 0 else "unknown"
 
     import cutlass
 
@@ -62,7 +63,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", "perf/forward.py", *sys.argv[1:]]).partition(" --out")[0],
     }
 
 
@@ -113,7 +114,7 @@ def main() -> int:
     }
     record: dict[str, Any] = {
         "schema": 1,
-        "case": vars(args),
+        "case": {key: value for key, value in vars(args).items() if key != "out"},
         "routed_rows": int(schedule.num_rows),
         "routes": routes,
         "error_vs_torch_bf16": figures.error_vs_torch_bf16,
