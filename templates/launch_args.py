@@ -1,12 +1,15 @@
-"""What one launch is told: addresses and run-time counts, one kernel parameter per field.
+"""What one launch is told: addresses and run-time counts, one kernel parameter per field. Pure data, no DSL.
 
 All addresses are byte addresses in global memory; 0 means absent where said. ``FORWARD_ARGS`` lists the host
 function's arguments in order, for the compiler's example arguments and for the launcher.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
 
-from cutlass import Int32, Int64
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from cutlass import Int32, Int64
 
 # Word offsets inside one counter set (int32). Each scalar has a 128-byte line of its own: they are the hot ones.
 TICKET, X_STAGED, PUSHES_DONE, SHARED_Y_DONE, CTAS_DONE, COUNTER_ARRAYS = (32 * i for i in range(6))
@@ -79,8 +82,13 @@ class TensorArgs(NamedTuple):
     shared_down: Int64  # (hidden, shared_intermediate) bf16
 
 
-def _flat(*groups: type) -> tuple[tuple[str, str], ...]:
-    return tuple((name, kind.__name__) for group in groups for name, kind in group.__annotations__.items())
+def _flat(*groups: Any) -> tuple[tuple[str, str], ...]:
+    """(name, type) of every field; the annotations are names, as this module must not import the DSL."""
+    return tuple(
+        (name, str(getattr(kind, "__forward_arg__", kind)))
+        for group in groups
+        for name, kind in group.__annotations__.items()
+    )
 
 
-FORWARD_ARGS = (*_flat(LaunchArgs, TensorArgs), ("num_ctas", "Int32"))
+FORWARD_ARGS: tuple[tuple[str, str], ...] = (*_flat(LaunchArgs, TensorArgs), ("num_ctas", "Int32"))
