@@ -16,7 +16,7 @@
 | piece      | dispatch lane      | the same lane            | 1 + bytes |
 
     CTA < comm_ctas   | stage x | enter | pull rows ........ | then as below
-    every CTA         | shared gate/up | gate/up 0 | shared down | gate/up 1 | down 0 | ... | down | wait exit | reduce |
+    every CTA         | shared gate/up | gate/up 0 | shared down | gate/up 1 | down 0 | .. | down | wait exit | reduce |
     load              |  k k k k  k k k k | ...                     (up to 4 stages ahead, into the next task)
     consumer          |    m m m m  epilogue | m m m m epilogue |
     store             |                  s s | p p p p |
@@ -27,7 +27,6 @@ hand and CUDA graphs replay. The last CTA out advances the epoch.
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pl
@@ -106,12 +105,12 @@ class ForwardMegakernel:
         la, lb = arch.layout_a(self.tile, config.stages), arch.layout_b(self.tile, config.stages)
         lo = arch.layout_out(config.tile_rows, config.out_cols, epilogue.BUFFERS)
         box = (config.tile_rows, config.tile_k)
-        load = lambda tensor: arch.tma_load(tensor, arch.one_stage(la), box)  # noqa: E731
+        load = lambda tensor: arch.tma_load(tensor, arch.one_stage(la), box)
         half = (config.tile_rows // 2, config.out_cols)
         store_layout = arch.one_stage(arch.layout_out(*half, 1))
-        store = lambda tensor: arch.tma_store(tensor, store_layout, half)  # noqa: E731
+        store = lambda tensor: arch.tma_store(tensor, store_layout, half)
         experts = self.local_experts
-        stride = lambda value: cute.assume(value, 8)  # noqa: E731
+        stride = lambda value: cute.assume(value, 8)
         loads = {
             "x_ring": load(matrix(a.x_ring, t.ring_rows, hidden)),
             "hidden_ring": load(matrix(t.hidden_ring, t.ring_rows, inner)),
@@ -192,9 +191,7 @@ class ForwardMegakernel:
         if wgi == 0:
             cute.arch.setmaxregister_decrease(SM90_REGISTERS_SERVICE)
             if warp == Sm90Warps.LOAD:
-                self.load.run(
-                    loads, s.sA, s.sB, operands, counters, control, s.slot, s.slot_full, s.slot_empty
-                )
+                self.load.run(loads, s.sA, s.sB, operands, counters, control, s.slot, s.slot_full, s.slot_empty)
             if warp == Sm90Warps.SCHEDULER:
                 self.scheduler.run(a, counters, control, s.prefix, s.slot, s.slot_full, s.slot_empty)
             if warp >= Sm90Warps.STORE:
@@ -206,9 +203,7 @@ class ForwardMegakernel:
         # The last CTA out advances the epoch: every CTA has read it by then.
         cute.arch.sync_threads()
         if thread == 0:
-            done = cute.arch.atomic_add(
-                signal.word_at(counters + CTAS_DONE * 4), Int32(1), sem="acq_rel", scope="gpu"
-            )
+            done = cute.arch.atomic_add(signal.word_at(counters + CTAS_DONE * 4), Int32(1), sem="acq_rel", scope="gpu")
             if done == num_ctas - 1:
                 signal.word_at(a.control + CONTROL_EPOCH * 4)[0] = epoch
 
@@ -238,9 +233,7 @@ class ForwardMegakernel:
 
     def chunks_of(self, s: storage.Storage, warpgroup: Int32) -> epilogue.Chunks:
         first = warpgroup * epilogue.BUFFERS
-        return epilogue.Chunks(
-            s.chunk_full + first, s.chunk_empty + first, s.messages + first * epilogue.MESSAGE_WORDS
-        )
+        return epilogue.Chunks(s.chunk_full + first, s.chunk_empty + first, s.messages + first * epilogue.MESSAGE_WORDS)
 
     @cute.jit
     def run_store(
@@ -315,5 +308,3 @@ class ForwardMegakernel:
                 )
             going = task.kind != order.END
         self.epilogue.finish(chunks, parity, in_warpgroup)
-
-

@@ -13,6 +13,7 @@ from cutlass.experimental import primitives as prims
 
 from mok_cute.templates.records import AGE_NS, CTA, EPOCH, EXPECTED, INDEX, KERNEL, RANK, ROLE, SEEN, SIGNAL
 
+
 class WaitControl(NamedTuple):
     """What every wait of a launch needs besides the word it watches."""
 

@@ -1,10 +1,10 @@
 """The shared-memory plan of a CTA on sm_90a: what lies where, allocated in this order.
 
-    operand ring    A and B stages; before the GEMMs start, row pieces of dispatch use the same bytes
-    staging         epilogue chunks; before the GEMMs start, its first bytes are the zeros that padding rows copy
-    prefix table    expert_block_end
-    slot, messages  a task for the load and consumer warps; what a chunk is, for the store warps
-    barriers        see the tables in mainloop_sm90.py, epilogue/store.py and dispatch/pull.py
+operand ring    A and B stages; before the GEMMs start, row pieces of dispatch use the same bytes
+staging         epilogue chunks; before the GEMMs start, its first bytes are the zeros that padding rows copy
+prefix table    expert_block_end
+slot, messages  a task for the load and consumer warps; what a chunk is, for the store warps
+barriers        see the tables in mainloop_sm90.py, epilogue/store.py and dispatch/pull.py
 """
 
 from typing import Any, NamedTuple

@@ -66,4 +66,3 @@ class PushCombine:
         while peer < a.ep_size:
             signal.publish_to_peer(table[peer] + a.exit_offset + Int64(a.rank) * PEER_SIGNAL_BYTES, epoch)
             peer += 32
-

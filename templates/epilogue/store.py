@@ -239,9 +239,7 @@ class StoreWarp:
                             tile_modes(cute.local_tile(tensor, box, (None, None))),
                         )
                         if lane == 0:
-                            cute.copy(
-                                atom, tSs[None, warpgroup, 0, buffer], tSg[None, m.row_tile, m.col_tile]
-                            )
+                            cute.copy(atom, tSs[None, warpgroup, 0, buffer], tSg[None, m.row_tile, m.col_tile])
                             cute.arch.cp_async_bulk_commit_group()
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                 if m.target == TO_OWNERS:
@@ -256,9 +254,7 @@ class StoreWarp:
             going = m.target != FINISHED
 
     @cute.jit
-    def publish(
-        self, a: LaunchArgs, m: Message, counters: Int64, control: signal.WaitControl, total_pushes: Int32
-    ):
+    def publish(self, a: LaunchArgs, m: Message, counters: Int64, control: signal.WaitControl, total_pushes: Int32):
         """All chunks of a tile are on their way: make them visible, then say so."""
         lane = cute.arch.lane_idx()
         # signal hidden_ready / shared_hidden_ready[row block]   gate/up store warps -> down load warps, same GPU

@@ -146,13 +146,18 @@ class TicketScheduler:
         #   reset    never: epochs only grow
         ok = Int32(1)
         lane = cute.arch.lane_idx()
-        mine = signal.word_at(a.peer_table)
         base = cute.make_ptr(Int64, a.peer_table, cutlass.AddressSpace.gmem, assumed_align=8)[a.rank]
         peer = lane
         while peer < a.ep_size:
             address = base + a.exit_offset + Int64(peer) * PEER_SIGNAL_BYTES
             got = signal.wait_at_least(
-                address, control.epoch, control, Int32(records.ROLE_SCHEDULER), Int32(records.SIGNAL_CODE["exit"]), peer, True
+                address,
+                control.epoch,
+                control,
+                Int32(records.ROLE_SCHEDULER),
+                Int32(records.SIGNAL_CODE["exit"]),
+                peer,
+                True,
             )
             ok = ok & got
             peer += 32
@@ -232,4 +237,3 @@ class TicketScheduler:
                 cute.arch.mbarrier_arrive(full)
             phase ^= 1
             going = kind != order.END
-
