@@ -29,7 +29,7 @@ lint: $(READY)
 	rm -rf build/types && mkdir -p build/types/mok_cute
 	ln -s $(CURDIR)/mok_cute/* build/types/mok_cute/
 	ln -s $(CURDIR)/templates build/types/mok_cute/templates
-	$(BIN)/mypy build/types/mok_cute tests
+	$(BIN)/mypy build/types/mok_cute tests perf
 
 format: $(READY)
 	$(BIN)/ruff check --fix

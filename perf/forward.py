@@ -87,7 +87,7 @@ def main() -> int:
     routed = functional.RoutedWeights(*inputs.make_routed_weights(shape, 0, 1, 0, device=device))
     made = inputs.make_shared_weights(shape, 0, device=device)
     shared = None if made is None else functional.SharedWeights(*made)
-    kinds = {"shared_factor": given.shared_factor} if shape.shared_factor else {}
+    kinds: dict[str, Any] = {"shared_factor": given.shared_factor} if shape.shared_factor else {}
     runs = [RunConfig(int(m), int(b), int(s)) for m, b, s in (text.split(":") for text in args.runs.split(","))]
     largest = max(runs, key=lambda run: run.macrobatch)
     workspace = functional.create_workspace(shape, max_tokens=args.tokens, device=device, run=largest)

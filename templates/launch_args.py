@@ -6,7 +6,7 @@ function's arguments in order, for the compiler's example arguments and for the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from cutlass import Int32, Int64
@@ -82,7 +82,7 @@ class TensorArgs(NamedTuple):
     shared_down: Int64  # (hidden, shared_intermediate) bf16
 
 
-def _flat(*groups: Any) -> tuple[tuple[str, str], ...]:
+def _flat(*groups: type) -> tuple[tuple[str, str], ...]:
     """(name, type) of every field; the annotations are names, as this module must not import the DSL."""
     return tuple(
         (name, str(getattr(kind, "__forward_arg__", kind)))

@@ -85,7 +85,10 @@ def test_importing_the_package_loads_neither_torch_nor_the_compiler() -> None:
     assert heavy.isdisjoint(loaded.split())
 
 
-@pytest.mark.parametrize("module", ["errors", "shapes", "config", "settings", "arch", "figures", "cache", "explain"])
+LIGHT = "errors shapes config settings arch figures cache compile explain schedule symmetric workspace launcher"
+
+
+@pytest.mark.parametrize("module", [*LIGHT.split(), "functional", "cli"])
 def test_light_modules_load_neither_torch_nor_the_compiler(module: str) -> None:
     loaded = fresh(f"import sys, mok_cute.{module}; print(*sys.modules, sep='\\n')")
     assert {"torch", "cutlass", "tvm_ffi"}.isdisjoint(loaded.split())
@@ -139,11 +142,21 @@ def test_the_task_order_is_pure_python() -> None:
         assert module.split(".")[0] in sys.stdlib_module_names, f"order.py imports {module}"
 
 
+@pytest.mark.parametrize("module", DATA)
+def test_data_that_host_and_device_share_is_pure_python(module: str) -> None:
+    path = TEMPLATES.joinpath(*module.split(".")[2:]).with_suffix(".py")
+    for imported, _ in imports(path):
+        pure = any(is_within(data, imported) or is_within(imported, data) for data in DATA)
+        assert pure or imported.split(".")[0] in sys.stdlib_module_names, f"{path.name} imports {imported}"
+
+
+def test_explain_loads_neither_torch_nor_the_compiler() -> None:
+    code = "import sys; from mok_cute import cli; cli.main(['explain']); print(*sys.modules, sep='\\n')"
+    assert {"torch", "cutlass", "tvm_ffi"}.isdisjoint(fresh(code).split())
+
+
 def test_the_reference_sees_torch_and_shapes_alone() -> None:
-    path = PACKAGE / "reference.py"
-    if not path.exists():
-        pytest.skip("there is no reference.py yet")
-    for module, _ in imports(path):
+    for module, _ in imports(PACKAGE / "reference.py"):
         inside = module in ("mok_cute", "mok_cute.shapes", "mok_cute.errors") or module.startswith(
             ("mok_cute.shapes.", "mok_cute.errors.")
         )

@@ -32,7 +32,8 @@ class Layer:
             for r in range(ranks)
         ]
         shared: Any = inputs.make_shared_weights(shape, 0, device="cuda")
-        self.shared = None if shared is None else [functional.SharedWeights(*shared)] * ranks
+        self.shared_expert = None if shared is None else functional.SharedWeights(*shared)
+        self.shared = None if self.shared_expert is None else [self.shared_expert] * ranks
 
     def forward(self, **kwargs: Any) -> list[torch.Tensor]:
         schedules = functional.build_schedules(self.workspaces, self.ids)
@@ -41,7 +42,7 @@ class Layer:
         )
         return [y for y, _ in outputs]
 
-    def limit(self, **limits: float) -> None:
+    def limit(self, **limits: Any) -> None:
         """Other time limits for the calls that follow."""
         self.workspaces = [replace(w, settings=replace(w.settings, **limits)) for w in self.workspaces]
 
@@ -115,7 +116,7 @@ def test_a_device_count_below_the_rows_of_x_ends_the_tokens() -> None:
     count = torch.tensor([177], dtype=torch.int32, device="cuda")
     schedule = functional.build_schedule(layer.workspaces[0], layer.ids[0], count)
     y, _ = functional.forward(
-        layer.workspaces[0], schedule, layer.xs[0], layer.weights[0], layer.routed[0], layer.shared and layer.shared[0]
+        layer.workspaces[0], schedule, layer.xs[0], layer.weights[0], layer.routed[0], layer.shared_expert
     )
     layer.ids = [ids[:177] for ids in layer.ids]
     layer.xs = [x[:177] for x in layer.xs]
@@ -152,8 +153,7 @@ def test_a_missing_rank_is_named_and_the_process_survives() -> None:
     schedules = functional.build_schedules(layer.workspaces, layer.ids)
     torch.cuda.synchronize()
     layer.limit(entry_timeout_s=0.3)
-    assert layer.shared is not None
-    alone = (layer.workspaces[0], schedules[0], layer.xs[0], layer.weights[0], layer.routed[0], layer.shared[0])
+    alone = (layer.workspaces[0], schedules[0], layer.xs[0], layer.weights[0], layer.routed[0], layer.shared_expert)
     functional.forward(*alone)
     with pytest.raises(PeerTimeoutError) as caught:
         layer.workspaces[0].check()
@@ -179,8 +179,7 @@ def test_a_rank_that_vanishes_inside_the_launch_is_named() -> None:
     w = layer.workspaces[0]
     epoch = int(w.tensor("control")[0])
     w.tensor("entry").view(torch.int32)[32] = epoch + 1
-    assert layer.shared is not None
-    functional.forward(w, schedules[0], layer.xs[0], layer.weights[0], layer.routed[0], layer.shared[0])
+    functional.forward(w, schedules[0], layer.xs[0], layer.weights[0], layer.routed[0], layer.shared_expert)
     with pytest.raises(PeerTimeoutError) as caught:
         w.check()
     assert (caught.value.report.signal, caught.value.report.missing_rank) == ("exit", 1)
@@ -205,7 +204,7 @@ def test_refusals_name_argument_value_rule_and_change() -> None:
     with pytest.raises(ConfigError, match=r"x: 65 tokens.*max_tokens=64"):
         big = torch.zeros(65, TINY.hidden, dtype=torch.bfloat16, device="cuda")
         check = (layer.workspaces[0], big, torch.zeros(65, TINY.topk, device="cuda"), layer.routed[0])
-        functional.check_tensors(*check, layer.shared and layer.shared[0], None)
+        functional.check_tensors(*check, layer.shared_expert, None)
     with pytest.raises(ConfigError, match=r"comm_sms=\d+.*at most"):
         sms = layer.workspaces[0].num_sms
         functional.comm_ctas(layer.workspaces[0], replace(layer.workspaces[0].run, comm_sms=sms))
@@ -222,8 +221,7 @@ def test_launching_takes_little_host_time() -> None:
 
     layer = Layer(1, [64])
     schedule = functional.build_schedule(layer.workspaces[0], layer.ids[0])
-    assert layer.shared is not None
-    call = (layer.workspaces[0], schedule, layer.xs[0], layer.weights[0], layer.routed[0], layer.shared[0])
+    call = (layer.workspaces[0], schedule, layer.xs[0], layer.weights[0], layer.routed[0], layer.shared_expert)
     times = []
     for _ in range(200):
         start = time.perf_counter()
