@@ -7,7 +7,7 @@ Nothing here waits for the GPU, except ``MOK_CUTE_CHECKS=2`` and ``Workspace.che
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from mok_cute.config import KernelConfig, RunConfig
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from mok_cute.schedule import Schedule
     from mok_cute.shapes import MoEShape
 
+MAX_VIRTUAL_RANKS = 32  # torch hands out 32 streams in turn; two ranks on one stream would wait for each other
 DEFAULT_COMM_SMS = 16
 DEFAULT_COMM_SHARE = 4  # at most a quarter of a rank's CTAs by default
 
 
 class RoutedWeights(NamedTuple):
-    """This rank's experts, bf16. Rows are contiguous; experts may lie any multiple of 8 elements apart."""
+    """This rank's experts, bf16. Rows are contiguous; experts may lie any multiple of 8 elements apart.
+
+    local experts is ceil(E / P) on every rank: a rank that owns fewer pads, and the padding is never read.
+    """
 
     gate: torch.Tensor  # (local experts, intermediate, hidden)
     up: torch.Tensor  # (local experts, intermediate, hidden)
@@ -96,6 +100,11 @@ def create_workspaces(
     settings = settings or Settings.from_environment()
     kernel = compile_forward(shape, config, Arch.of_device(device).name, shape.local_experts(ep_size), settings)
     share = num_sms(device) // ep_size
+    if ep_size > MAX_VIRTUAL_RANKS:
+        raise UnsupportedError(
+            f"ep_size={ep_size}: at most {MAX_VIRTUAL_RANKS} virtual ranks in one process, one stream each; "
+            "use fewer ranks."
+        )
     if share < 2:
         raise UnsupportedError(
             f"ep_size={ep_size}: {num_sms(device)} SMs give each virtual rank {share}, and a rank needs at least 2; "
@@ -103,7 +112,7 @@ def create_workspaces(
         )
     blocks = allocate_local(table.symmetric_bytes, ep_size, device)
     sizes = schedule_sizes(shape, ep_size, max_tokens)
-    return [
+    workspaces = [
         Workspace(
             shape=shape,
             kernel=kernel,
@@ -119,6 +128,8 @@ def create_workspaces(
         )
         for block in blocks
     ]
+    torch.cuda.synchronize(device)  # everything is zeroed before any stream may use it
+    return workspaces
 
 
 def create_workspace(
@@ -154,6 +165,10 @@ def build_schedules(
 
     check_lengths(workspaces, topk_ids=topk_ids, num_tokens=num_tokens)
     raise_if_any_failed(workspaces)
+    counts = [None] * len(workspaces) if num_tokens is None else list(num_tokens)
+    for workspace, ids, count in zip(workspaces, topk_ids, counts, strict=True):
+        if workspace.settings.checks >= 1:
+            check_choices(workspace, ids, count)
     schedules = [allocate_schedule(w.schedule_state.sizes, w.device) for w in workspaces]
     compiled = [schedule_kernels(w, 8 * ids.element_size()) for w, ids in zip(workspaces, topk_ids, strict=True)]
     arguments = [
@@ -161,7 +176,7 @@ def build_schedules(
             workspace.schedule_state,
             schedule,
             topk_ids=ids,
-            num_tokens=None if num_tokens is None else num_tokens[workspace.rank],
+            num_tokens=count,
             peer_table=workspace.symmetric.peer_table.data_ptr(),
             rank=workspace.rank,
             symmetric_offset=workspace.table.buffers["schedule_exchange"].offset,
@@ -169,12 +184,13 @@ def build_schedules(
             record=workspace.record.data_ptr(),
             limit_ns=int(workspace.settings.entry_timeout_s * NS_PER_S),
         )
-        for workspace, schedule, ids in zip(workspaces, schedules, topk_ids, strict=True)
+        for workspace, schedule, ids, count in zip(workspaces, schedules, topk_ids, counts, strict=True)
     ]
     with rank_streams(workspaces) as streams:
         launch_schedule(compiled, arguments, streams)
-    for workspace in workspaces:
+    for workspace, schedule, ids in zip(workspaces, schedules, topk_ids, strict=True):
         workspace.launches["schedule"] += 3
+        workspace.schedule_rows[schedule.local_ids.data_ptr()] = len(ids)
     if workspaces[0].settings.checks >= 2:
         refuse_dropped(workspaces, schedules)
     return schedules
@@ -183,6 +199,20 @@ def build_schedules(
 def build_schedule(workspace: Workspace, topk_ids: torch.Tensor, num_tokens: torch.Tensor | None = None) -> Schedule:
     """``build_schedules`` for a single rank."""
     return build_schedules([workspace], [topk_ids], None if num_tokens is None else [num_tokens])[0]
+
+
+def check_choices(workspace: Workspace, topk_ids: torch.Tensor, count: torch.Tensor | None) -> None:
+    """Refuse expert choices and a token count that the kernels cannot read."""
+    import torch
+
+    device = workspace.device
+    if topk_ids.device != device:
+        raise ConfigError(f"topk_ids: on {topk_ids.device}: must be on {device}; move it.")
+    if count is not None and (count.dtype != torch.int32 or count.numel() != 1 or count.device != device):
+        raise ConfigError(
+            f"num_tokens: {count.dtype} of shape {tuple(count.shape)} on {count.device}: must be one int32 on "
+            f"{device}; convert it."
+        )
 
 
 def refuse_dropped(workspaces: Sequence[Workspace], schedules: Sequence[Schedule]) -> None:
@@ -215,7 +245,9 @@ def forward_ranks(
     shared_factors   (tokens,) f32 per rank, exactly when the shape has a shared_factor
     run              changes speed and memory only; None: the workspace's
 
-    Returns (y, context) per rank: y (tokens, hidden) bf16; context only with ``save_for_backward``. Raises
+    Returns (y, context) per rank: y (tokens, hidden) bf16; context only with ``save_for_backward``. Where the schedule
+    was given a device count, rows of y from that count on are left unwritten. Virtual ranks of one process must go
+    through one call together: one rank alone would wait for the others. Raises
     PeerTimeoutError if an earlier launch gave up, as far as its record has arrived.
     """
     import torch
@@ -231,7 +263,7 @@ def forward_ranks(
         factor = None if shared_factors is None else shared_factors[i]
         shared_weights = None if shared is None else shared[i]
         if workspace.settings.checks >= 1:
-            check_tensors(workspace, xs[i], topk_weights[i], routed[i], shared_weights, factor)
+            check_tensors(workspace, schedules[i], xs[i], topk_weights[i], routed[i], shared_weights, factor)
         chosen = fit_run(workspace, run)
         context = None
         if save_for_backward:
@@ -249,6 +281,7 @@ def forward_ranks(
                 factor,
                 context,
                 chosen,
+                launch_ctas(workspace, chosen),
                 comm_ctas(workspace, chosen),
             )
         )
@@ -300,24 +333,33 @@ def fit_run(workspace: Workspace, run: RunConfig | None) -> RunConfig:
     """The run configuration of a call, within the rings that the workspace has."""
     if run is None:
         return workspace.run
-    fitted = run.fitted(workspace.table.max_rows)
-    if fitted.macrobatch > workspace.table.ring_rows:
+    table = workspace.table
+    fitted = run.fitted(table.max_rows)
+    if fitted.macrobatch > table.ring_rows >= table.max_rows and fitted.minibatch <= table.ring_rows:
+        fitted = replace(fitted, macrobatch=table.ring_rows // fitted.minibatch * fitted.minibatch)
+    if fitted.macrobatch > table.ring_rows:
         raise ConfigError(
-            f"macrobatch={run.macrobatch}: the rings of this workspace hold {workspace.table.ring_rows} rows; "
+            f"macrobatch={run.macrobatch}: the rings of this workspace hold {table.ring_rows} rows; "
             "create the workspace with a larger macrobatch."
         )
     return fitted
 
 
+def launch_ctas(workspace: Workspace, run: RunConfig) -> int:
+    """CTAs of a launch: never more than this rank may keep resident."""
+    return min(workspace.num_sms, run.num_sms or workspace.num_sms)
+
+
 def comm_ctas(workspace: Workspace, run: RunConfig) -> int:
     """CTAs that dispatch before they compute. At least one CTA must compute from the start: dispatch may wait for
     ring rows that only computing frees."""
+    num_ctas = launch_ctas(workspace, run)
     if run.comm_sms is None:
-        return max(1, min(DEFAULT_COMM_SMS, workspace.num_sms // DEFAULT_COMM_SHARE))
-    if run.comm_sms >= workspace.num_sms:
+        return max(1, min(DEFAULT_COMM_SMS, num_ctas // DEFAULT_COMM_SHARE))
+    if run.comm_sms >= num_ctas:
         raise ConfigError(
-            f"comm_sms={run.comm_sms}: this rank has {workspace.num_sms} CTAs and at least one must compute; "
-            f"set comm_sms to at most {workspace.num_sms - 1}."
+            f"comm_sms={run.comm_sms}: this rank has {num_ctas} CTAs and at least one must compute; "
+            f"set comm_sms to at most {num_ctas - 1}."
         )
     return run.comm_sms
 
@@ -343,6 +385,7 @@ def check_lengths(workspaces: Sequence[Workspace], **lists: Sequence[object] | N
 
 def check_tensors(
     workspace: Workspace,
+    schedule: Schedule,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     routed: RoutedWeights,
@@ -354,20 +397,25 @@ def check_tensors(
 
     shape = workspace.shape
     hidden, inner, local = shape.hidden, shape.intermediate, shape.local_experts(workspace.ep_size)
-    tokens = x.shape[0] if x.dim() else 0
+    tokens, device = len(x) if x.dim() else 0, workspace.device
 
     def rule(name: str, tensor: torch.Tensor, wanted: tuple[int, ...], dtype: torch.dtype, stacked: bool) -> None:
-        if tuple(tensor.shape) != wanted:
+        if tensor.shape != wanted:
             raise ConfigError(f"{name}: shape {tuple(tensor.shape)}: must be {wanted}; reshape it.")
         if tensor.dtype != dtype:
             raise ConfigError(f"{name}: dtype {tensor.dtype}: must be {dtype}; convert it.")
-        if tensor.device != workspace.device:
-            raise ConfigError(f"{name}: on {tensor.device}: must be on {workspace.device}; move it.")
-        inside = tensor[0] if stacked and len(tensor) else tensor
-        if tensor.numel() and not inside.is_contiguous():
+        if tensor.device != device:
+            raise ConfigError(f"{name}: on {tensor.device}: must be on {device}; move it.")
+        if stacked:  # experts may lie apart, as in a view of stacked gate and up weights
+            strides = tensor.stride()
+            inside, apart = strides[1:] == (wanted[2], 1), strides[0] % 8 == 0
+        else:
+            inside, apart = tensor.is_contiguous(), True
+        if not inside:
             raise ConfigError(f"{name}: strides {tensor.stride()}: rows must be contiguous; call contiguous().")
-        if tensor.numel() and (tensor.data_ptr() % 16 or (stacked and tensor.stride(0) % 8)):
-            raise ConfigError(f"{name}: address or expert stride not a multiple of 16 bytes; copy it.")
+        align = 16 if dtype == torch.bfloat16 else 4
+        if not apart or tensor.data_ptr() % align:
+            raise ConfigError(f"{name}: address or expert stride not a multiple of {align} bytes; copy it.")
 
     rule("x", x, (tokens, hidden), torch.bfloat16, False)
     if tokens > workspace.table.max_tokens:
@@ -375,6 +423,12 @@ def check_tensors(
             f"x: {tokens} tokens: the workspace was made for max_tokens={workspace.table.max_tokens}; "
             "make a larger one."
         )
+    start = workspace.address("x")
+    if workspace.ep_size > 1 and start < x.data_ptr() < start + workspace.table.buffers["x"].num_bytes:
+        raise ConfigError("x: a slice of workspace.x that does not start at its first row; use workspace.x[:tokens].")
+    known = workspace.schedule_rows.get(schedule.local_ids.data_ptr(), tokens)
+    if known != tokens:
+        raise ConfigError(f"x: {tokens} tokens: the schedule was built from {known} rows of topk_ids; pass as many.")
     rule("topk_weights", topk_weights, (tokens, shape.topk), torch.float32, False)
     rule("routed.gate", routed.gate, (local, inner, hidden), torch.bfloat16, True)
     rule("routed.up", routed.up, (local, inner, hidden), torch.bfloat16, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from mok_cute.config import RunConfig
@@ -30,6 +30,7 @@ def forward_arguments(
     shared_factor: torch.Tensor | None,
     context: ForwardContext | None,
     run: RunConfig,
+    num_ctas: int,
     comm_ctas: int,
 ) -> tuple[int, ...]:
     """Values for ``FORWARD_ARGS``, in order. The tensors are already checked; ``run`` already fits the rings."""
@@ -54,6 +55,7 @@ def forward_arguments(
         "num_tokens": schedule.num_tokens.data_ptr(),
         "minibatch_blocks": run.minibatch_blocks,
         "ring_minibatches": run.ring_minibatches,
+        "num_ctas": num_ctas,
         "comm_ctas": comm_ctas,
         "entry_limit_ns": int(workspace.settings.entry_timeout_s * NS_PER_S),
         "wait_limit_ns": int(workspace.settings.timeout_s * NS_PER_S),
@@ -99,12 +101,10 @@ def rank_streams(workspaces: Sequence[Workspace]) -> Iterator[list[int]]:
 
     device = workspaces[0].device
     current = torch.cuda.current_stream(device)
-    own = [workspace.stream for workspace in workspaces]
-    with torch.cuda.device(device):
+    with torch.cuda.device(device) if torch.cuda.current_device() != device.index else nullcontext():
+        own = [workspace.stream for workspace in workspaces if workspace.stream is not None]
         for stream in own:
-            if stream is not None:
-                stream.wait_stream(current)
-        yield [current.cuda_stream if stream is None else stream.cuda_stream for stream in own]
+            stream.wait_stream(current)
+        yield [stream.cuda_stream for stream in own] or [current.cuda_stream]
         for stream in own:
-            if stream is not None:
-                current.wait_stream(stream)
+            current.wait_stream(stream)

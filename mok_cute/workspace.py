@@ -180,6 +180,7 @@ class Workspace:
     num_sms: int  # CTAs this rank may keep resident
     launches: Counter[str] = field(default_factory=Counter)
     schedule_kernels: dict[int, dict[str, Callable[..., object]]] = field(default_factory=dict)  # by bits of an id
+    schedule_rows: dict[int, int] = field(default_factory=dict)  # rows of topk_ids by address of a schedule's local_ids
 
     @property
     def rank(self) -> int:
@@ -188,10 +189,6 @@ class Workspace:
     @property
     def ep_size(self) -> int:
         return self.symmetric.ep_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.local.device
 
     def tensor(self, name: str) -> torch.Tensor:
         """A buffer as a tensor of its shape and dtype."""
@@ -212,6 +209,15 @@ class Workspace:
         b = self.table.buffers[name]
         block = self.symmetric.memory if b.scope == "symmetric" else self.local
         return int(block.data_ptr()) + b.offset
+
+    @cached_property
+    def record_words(self) -> Any:
+        """The record as the host sees it at any time: a NumPy view, whose reads cost next to nothing."""
+        return self.record.numpy()
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.local.device
 
     @cached_property
     def fixed_arguments(self) -> dict[str, int]:
@@ -242,13 +248,13 @@ class Workspace:
             "ring_rows": self.table.ring_rows,
             "hidden_ring": self.address("hidden_ring"),
             "shared_hidden": self.address("shared_hidden") if has_shared else anything,
-            "num_ctas": self.num_sms,
         }
 
     def raise_if_failed(self) -> None:
         """Raise the error of an earlier launch whose record has arrived, without waiting for anything."""
-        report = read_record(self.record, self.ep_size)
-        if report is not None:
+        if self.record_words[0]:
+            report = read_record(self.record)
+            assert report is not None
             raise PeerTimeoutError(report)
 
     def check(self) -> None:
@@ -270,7 +276,7 @@ class Workspace:
         torch.cuda.synchronize(self.device)
 
 
-def read_record(record: torch.Tensor, ep_size: int) -> TimeoutReport | None:
+def read_record(record: torch.Tensor) -> TimeoutReport | None:
     """The record a wait left in host memory, None when there is none."""
     from mok_cute.templates import records
 

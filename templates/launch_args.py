@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cutlass import Int32, Int64
 
 # Word offsets inside one counter set (int32). Each scalar has a 128-byte line of its own: they are the hot ones.
-TICKET, X_STAGED, PUSHES_DONE, SHARED_Y_DONE, CTAS_DONE, COUNTER_ARRAYS = (32 * i for i in range(6))
+TICKET, X_STAGED, ENTERED, PUSHES_DONE, SHARED_Y_DONE, CTAS_DONE, COUNTER_ARRAYS = (32 * i for i in range(7))
 # Word offsets inside the control block, which outlives launches.
 CONTROL_EPOCH, CONTROL_STOP, CONTROL_WORDS = 0, 32, 64
 # Bytes between the epoch words of two peers: one line each.

@@ -20,6 +20,7 @@ class WaitControl(NamedTuple):
     stop: Int64  # address of the stop word, int32
     record: Int64  # address of the record, host-mapped
     limit_ns: Int64  # 0: wait for ever
+    entered: Int64  # address of a word that is not 0 once all peers are here: the clock starts then; 0: at once
     kernel: Int32
     rank: Int32
     epoch: Int32
@@ -83,6 +84,9 @@ def wait_at_least(
     reached = Int32(1)
     if seen - required < 0:
         start = cute.arch.globaltimer()
+        armed = Int32(1)
+        if control.entered != 0:
+            armed = Int32(0)
         waiting = Boolean(True)
         while waiting:
             prims.nanosleep(32)
@@ -94,6 +98,10 @@ def wait_at_least(
                     reached = Int32(0)
                     waiting = Boolean(False)
                 else:
+                    # A peer may be as late as the limit at entry allows; only then does this limit count.
+                    if armed == 0:
+                        armed = cute.arch.load(word_at(control.entered), Int32, sem="relaxed", scope="gpu")
+                        start = cute.arch.globaltimer()
                     age = cute.arch.globaltimer() - start
                     if control.limit_ns > 0:
                         if age > control.limit_ns:

@@ -15,7 +15,7 @@ from cutlass.experimental import primitives as prims
 
 from mok_cute.templates import records, signal
 from mok_cute.templates.lanes import shuffle64
-from mok_cute.templates.launch_args import PEER_SIGNAL_BYTES, X_STAGED, LaunchArgs
+from mok_cute.templates.launch_args import ENTERED, PEER_SIGNAL_BYTES, X_STAGED, LaunchArgs
 from mok_cute.templates.scheduler import order
 from mok_cute.templates.scheduler.dynamic import device_order
 
@@ -107,6 +107,7 @@ class PullDispatch:
         """Tell all peers that this rank's x is in place, and wait for them to say the same; 0 = gave up."""
         lane = cute.arch.lane_idx()
         table = cute.make_ptr(Int64, a.peer_table, AddressSpace.gmem, assumed_align=8)
+        control = control._replace(entered=Int64(0))  # these waits have clocks of their own
         # signal x_staged            all communication warps -> warp 0 of CTA 0, same GPU
         #   data     this rank's x in symmetric memory, stored by bulk copies
         #   before   the storing lane waited until its stores were complete, then a proxy fence
@@ -131,6 +132,9 @@ class PullDispatch:
                         Int32(0),
                         False,
                     )
+            # An earlier kernel of this stream may have given up: its schedule is empty, so promise the peers nothing.
+            if signal.stopped(control):
+                ok = Int32(0)
             ok = Int32(cute.arch.vote_all_sync(ok != 0))
             cute.arch.sync_warp()  # a vote orders no memory: lane 0's acquire comes before the other lanes' release
             # signal entry[rank]         the leader -> every peer's communication warps, between GPUs
@@ -167,6 +171,10 @@ class PullDispatch:
         ok = Int32(cute.arch.vote_all_sync(ok != 0))
         cute.arch.sync_warp()
         signal.async_reads_follow()
+        # Starts the clocks of all other waits of this launch; it orders nothing.
+        if worker == 0:
+            if (lane == 0) & (ok != 0):
+                signal.publish(counters + ENTERED * 4, Int32(1))
         return ok
 
     @cute.jit

@@ -124,9 +124,8 @@ class Sm90Load:
             phase ^= 1
             if task.load_word != NO_WORD:
                 # The rows' readiness: x_routed_ready (gate/up), hidden_ready or shared_hidden_ready (down); the
-                # argument of each stands where it is published. One lane polls with acquire at gpu scope, and the
-                # proxy fence orders the TMA loads below behind it; the warp's barrier covers the other lanes, one of
-                # which may be elected to issue them.
+                # argument of each stands where it is published. Every lane polls with acquire at gpu scope, and its
+                # proxy fence orders its TMA loads below behind it, whichever lane is elected to issue them.
                 # When the wait gives up, the loads still run (their addresses are valid, their data is garbage), so
                 # that every mbarrier phase completes; the store warps see the stop word and publish nothing.
                 signal_code, index = Int32(records.SIGNAL_CODE["x_routed_ready"]), task.z

@@ -108,7 +108,9 @@ class PublishRoutes:
         while peer < a.ep_size:
             signal.publish_to_peer(table[peer] + a.schedule_flags + Int64(a.rank) * LINE_BYTES, epoch)
             peer += THREADS
-        control = signal.WaitControl(a.stop, a.record, a.limit_ns, Int32(records.KERNEL_SCHEDULE), a.rank, epoch)
+        control = signal.WaitControl(
+            a.stop, a.record, a.limit_ns, Int64(0), Int32(records.KERNEL_SCHEDULE), a.rank, epoch
+        )
         peer = thread
         while peer < a.ep_size:
             signal.wait_at_least(

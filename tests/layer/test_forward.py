@@ -12,6 +12,7 @@ from mok_cute import functional, inputs
 from mok_cute.config import RunConfig
 from mok_cute.errors import ConfigError, PeerTimeoutError
 from mok_cute.shapes import MoEShape
+from mok_cute.templates.launch_args import CONTROL_STOP
 
 TINY = MoEShape.preset("tiny")
 pytestmark = pytest.mark.gpu
@@ -152,17 +153,17 @@ def test_a_missing_rank_is_named_and_the_process_survives() -> None:
     wanted = layer.forward()
     schedules = functional.build_schedules(layer.workspaces, layer.ids)
     torch.cuda.synchronize()
-    layer.limit(entry_timeout_s=0.3)
+    layer.limit(entry_timeout_s=1, timeout_s=0.2)  # the limit inside a launch counts only once all have entered
     alone = (layer.workspaces[0], schedules[0], layer.xs[0], layer.weights[0], layer.routed[0], layer.shared_expert)
     functional.forward(*alone)
     with pytest.raises(PeerTimeoutError) as caught:
         layer.workspaces[0].check()
     report = caught.value.report
     assert (report.signal, report.missing_rank, report.rank) == ("entry", 1, 0)
-    assert 0.3 <= report.age_s < 5
+    assert 1 <= report.age_s < 5
     with pytest.raises(PeerTimeoutError):
         layer.forward()
-    layer.limit(entry_timeout_s=60)
+    layer.limit(entry_timeout_s=60, timeout_s=60)
     for workspace in layer.workspaces:
         workspace.reset()
     assert all(torch.equal(a, b) for a, b in zip(layer.forward(), wanted, strict=True))
@@ -188,6 +189,40 @@ def test_a_rank_that_vanishes_inside_the_launch_is_named() -> None:
     assert all(torch.equal(a, b) for a, b in zip(layer.forward(), wanted, strict=True))
 
 
+def test_a_rank_whose_schedule_gave_up_promises_its_peers_nothing() -> None:
+    layer = Layer(2, [128, 128])
+    wanted = layer.forward()
+    torch.cuda.synchronize()
+    w, peer = layer.workspaces
+    before = {name: peer.tensor(name).clone() for name in ("entry", "exit")}
+    w.tensor("control")[CONTROL_STOP] = 1
+    empty = functional.build_schedule(Layer(1, [128]).workspaces[0], torch.full_like(layer.ids[0], -1))
+    w.schedule_rows.clear()
+    assert layer.shared is not None
+    functional.forward(w, empty, layer.xs[0], layer.weights[0], layer.routed[0], layer.shared[0])
+    torch.cuda.synchronize()
+    assert all(torch.equal(peer.tensor(name), old) for name, old in before.items())
+    for workspace in layer.workspaces:
+        workspace.reset()
+    assert all(torch.equal(a, b) for a, b in zip(layer.forward(), wanted, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [[1000], [700, 300]])
+def test_a_larger_macrobatch_than_the_rows_need_is_no_reason_to_refuse(tokens: list[int]) -> None:
+    layer = Layer(len(tokens), tokens, run=RunConfig(128, 65536))
+    wanted = layer.forward()
+    again = layer.forward(run=RunConfig(2048, 65536, num_sms=20))
+    assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
+
+
+def test_choices_on_the_wrong_device_are_refused() -> None:
+    layer = Layer(1, [64])
+    with pytest.raises(ConfigError, match="topk_ids: on cpu"):
+        functional.build_schedule(layer.workspaces[0], layer.ids[0].cpu())
+    with pytest.raises(ConfigError, match="num_tokens: torch.int64"):
+        functional.build_schedule(layer.workspaces[0], layer.ids[0], torch.tensor([3], device="cuda"))
+
+
 def test_forward_works_on_a_stream_that_is_not_the_default() -> None:
     layer = Layer(2, [128, 90])
     wanted = layer.forward()
@@ -203,11 +238,15 @@ def test_refusals_name_argument_value_rule_and_change() -> None:
     layer = Layer(1, [64])
     with pytest.raises(ConfigError, match=r"x: 65 tokens.*max_tokens=64"):
         big = torch.zeros(65, TINY.hidden, dtype=torch.bfloat16, device="cuda")
-        check = (layer.workspaces[0], big, torch.zeros(65, TINY.topk, device="cuda"), layer.routed[0])
+        schedule = functional.build_schedule(layer.workspaces[0], layer.ids[0])
+        check = (layer.workspaces[0], schedule, big, torch.zeros(65, TINY.topk, device="cuda"), layer.routed[0])
         functional.check_tensors(*check, layer.shared_expert, None)
     with pytest.raises(ConfigError, match=r"comm_sms=\d+.*at most"):
         sms = layer.workspaces[0].num_sms
         functional.comm_ctas(layer.workspaces[0], replace(layer.workspaces[0].run, comm_sms=sms))
+    with pytest.raises(ConfigError, match=r"x: 63 tokens: the schedule was built from 64"):
+        layer.xs, layer.weights = [layer.xs[0][:63]], [layer.weights[0][:63]]
+        layer.forward()
     monkey = layer.ids[0].clone()
     monkey[3, 1] = TINY.num_experts
     schedule = functional.build_schedule(layer.workspaces[0], monkey)
