@@ -118,6 +118,14 @@ def test_random_orders_of_large_cases_find_nothing_for_seed(seed: int):
         assert model.walk(case, walks=2, seed=seed).findings == (), case
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [100, 200])
+def test_random_orders_of_many_large_cases_find_nothing(first: int):
+    for seed in range(first, first + 12):
+        for case in model.large_cases(seed):
+            assert model.walk(case, walks=4, seed=seed).findings == (), (seed, case)
+
+
 # Small enough to visit every order.
 UNREDUCED = {
     "one rank, two launches": small((((0,), (1,)),)),
