@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mok_cute.schedule import Schedule
     from mok_cute.shapes import MoEShape
 
-MAX_VIRTUAL_RANKS = 32  # torch hands out 32 streams in turn; two ranks on one stream would wait for each other
+MAX_VIRTUAL_RANKS = 8  # hardware launch queues by default; two waiting ranks in one queue would block each other
 DEFAULT_COMM_SMS = 16
 DEFAULT_COMM_SHARE = 4  # at most a quarter of a rank's CTAs by default
 
