@@ -1,0 +1,141 @@
+"""Everything the virtual GPU changes inside the DSL and its CUDA bindings, in one place, and undone as one.
+
+| what is replaced                         | why                                                                 |
+|------------------------------------------|---------------------------------------------------------------------|
+| the runtime libraries of each DSL object | host code must find our shared library before the vendor's          |
+| get_prefix_dsl_libs                      | TVM-FFI functions read the same list through it                     |
+| keep_ptx, keep_cubin, no_cache, dump_dir | the device runs PTX; an image holds none, but its cubin tells which |
+| JitFunctionArtifacts.__post_init__       | PTX and cubin of each compile pass through it                       |
+| ExternalBinaryModule.__init__            | exported objects: ``x.ptx`` and ``x.cubin`` lie beside ``x.o``      |
+| cudaGetDeviceCount, cudaLibraryUnload    | asked of the driver, which may not be there                         |
+| HardwareInfo                             | asks the driver how many SMs and clusters there are                 |
+
+All names are probed before the first is touched: a release of the DSL that moved one gives one clear error.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from mok_cute.errors import UnsupportedError
+
+SUPPORTED = "4.8.1 up to, not including, 4.9"
+OnModule = Callable[[bytes, str], None]  # cubin and PTX of a compiled module
+
+
+def probe() -> dict[str, Any]:
+    """The owners of what is replaced. UnsupportedError if this DSL keeps them elsewhere."""
+    try:
+        import cuda.bindings.runtime as cuda_runtime
+        import cutlass
+        from cutlass.base_dsl import env_manager
+        from cutlass.base_dsl.dsl import DSLSingletonMeta
+        from cutlass.base_dsl.export.external_binary_module import ExternalBinaryModule
+        from cutlass.base_dsl.jit_executor import JitFunctionArtifacts
+        from cutlass.utils.hardware_info import HardwareInfo
+    except ImportError as error:
+        raise UnsupportedError(f"the virtual GPU needs nvidia-cutlass-dsl {SUPPORTED}: {error}; install it.") from error
+    version = str(cutlass.__version__)
+    objects = list(DSLSingletonMeta._instances.values())
+    names = [
+        (env_manager, ("get_prefix_dsl_libs",)),
+        (JitFunctionArtifacts, ("__post_init__",)),
+        (ExternalBinaryModule, ("__init__", "load_provider")),
+        (cuda_runtime, ("cudaGetDeviceCount", "cudaLibraryUnload")),
+        (HardwareInfo, ("get_max_active_clusters", "get_device_multiprocessor_count")),
+        *((dsl.envar, ("shared_libs", "keep_ptx", "keep_cubin", "dump_dir", "no_cache", "_arch")) for dsl in objects),
+    ]
+    missing = [
+        f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
+        for owner, wanted in names
+        for name in wanted
+        if not hasattr(owner, name)
+    ]
+    if missing or not objects:
+        raise UnsupportedError(
+            f"the virtual GPU needs nvidia-cutlass-dsl {SUPPORTED}, and this is {version}: it has no "
+            f"{', '.join(missing) or 'DSL objects'}; install a supported version."
+        )
+    return {
+        "objects": objects,
+        "env_manager": env_manager,
+        "artifacts": JitFunctionArtifacts,
+        "exported": ExternalBinaryModule,
+        "cuda_runtime": cuda_runtime,
+        "hardware": HardwareInfo,
+    }
+
+
+def install(shim: Path, on_module: OnModule, *, arch: str, num_sms: int) -> ExitStack:
+    """Make every launch of host code loaded from now on come to ``shim``; closing what is returned undoes it."""
+    found = probe()
+    undo = ExitStack()
+    _use_library(undo, found, shim)
+    _keep_ptx(undo, found, on_module)
+    _answer_for_the_driver(undo, found, num_sms)
+    for dsl in found["objects"]:
+        _replace(undo, dsl.envar, "_arch", arch)
+    return undo
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _use_library(undo: ExitStack, found: dict[str, Any], shim: Path) -> None:
+    original = found["env_manager"].get_prefix_dsl_libs
+
+    def with_shim(prefix: str) -> str:
+        return os.pathsep.join(filter(None, (str(shim), original(prefix))))
+
+    _replace(undo, found["env_manager"], "get_prefix_dsl_libs", with_shim)
+    for dsl in found["objects"]:
+        listed = os.pathsep.join(filter(None, (str(shim), dsl.envar.shared_libs)))
+        _replace(undo, dsl.envar, "shared_libs", listed)
+
+
+def _keep_ptx(undo: ExitStack, found: dict[str, Any], on_module: OnModule) -> None:
+    artifacts, exported = found["artifacts"], found["exported"]
+    read, load = artifacts.__post_init__, exported.__init__
+    folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="mok_cute_"))
+
+    def read_and_tell(self: Any) -> None:
+        read(self)
+        if isinstance(self.CUBIN, bytes) and self.PTX:
+            on_module(self.CUBIN, self.PTX)
+
+    def tell_and_load(self: Any, file_path: str, *args: Any, **kwargs: Any) -> None:
+        ptx, cubin = (Path(file_path).with_suffix(suffix) for suffix in (".ptx", ".cubin"))
+        if ptx.exists() and cubin.exists():
+            on_module(cubin.read_bytes(), ptx.read_text())
+        load(self, file_path, *args, **kwargs)
+
+    _replace(undo, artifacts, "__post_init__", read_and_tell)
+    _replace(undo, exported, "__init__", tell_and_load)
+    for dsl in found["objects"]:
+        # Functions from the DSL's own cache come without PTX; with no_cache said here, it does not warn of keep_ptx.
+        for name, value in (("keep_ptx", True), ("keep_cubin", True), ("no_cache", True), ("dump_dir", folder)):
+            _replace(undo, dsl.envar, name, value)
+
+
+def _answer_for_the_driver(undo: ExitStack, found: dict[str, Any], num_sms: int) -> None:
+    runtime, hardware = found["cuda_runtime"], found["hardware"]
+    success = runtime.cudaError_t.cudaSuccess
+    _replace(undo, runtime, "cudaGetDeviceCount", lambda: (success, 1))
+    _replace(undo, runtime, "cudaLibraryUnload", lambda library: (success,))
+
+    def no_driver(self: Any, device_id: int = 0) -> None:
+        self.device_id = device_id
+
+    def max_active_clusters(self: Any, cluster_size: int, stream: Any = None) -> int:
+        return max(1, num_sms // cluster_size)
+
+    _replace(undo, hardware, "__init__", no_driver)
+    _replace(undo, hardware, "get_max_active_clusters", max_active_clusters)
+    _replace(undo, hardware, "get_device_multiprocessor_count", lambda self: num_sms)
