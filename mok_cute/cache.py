@@ -35,7 +35,8 @@ from mok_cute.settings import Settings
 FORMAT = 1  # of an entry's folder; a change makes every older entry unknown
 SIDECAR = "entry.json"
 LOCK_TIMEOUT_S = 900  # longer than any compile; then another process is stuck, and waiting on would hide it
-HOST_SOURCES = ("compile.py", "config.py", "shapes.py")  # host modules whose text decides what is generated
+# Host modules whose text decides what is generated, or that the templates see.
+HOST_SOURCES = ("arch.py", "compile.py", "config.py", "errors.py", "shapes.py")
 
 # Takes a folder for the compiler's own files, its --dump-dir, which would otherwise be the user's current folder.
 # Returns what cute.compile returns, made with --enable-tvm-ffi --keep-ptx --keep-cubin.

@@ -66,6 +66,11 @@ def compile_forward(
     machine = machines.get(arch_name)
     config.validate(shape, machine.name, machine.smem_bytes_per_cta, local_experts)
 
+    from mok_cute.templates import registry
+    from mok_cute.templates.interface import Plan
+
+    plan = Plan(shape, config, machine, local_experts)
+
     def build(dumps: Path) -> Any:
         import cutlass.cute as cute
         from cutlass import Int32, Int64
@@ -74,7 +79,7 @@ def compile_forward(
         from mok_cute.templates.launch_args import FORWARD_ARGS
         from mok_cute.templates.megakernel import ForwardMegakernel
 
-        kernel = ForwardMegakernel(shape, config, local_experts)
+        kernel = ForwardMegakernel(plan)
         example = {"Int32": Int32(1), "Int64": Int64(16)}
         arguments = [example[kind] for _, kind in FORWARD_ARGS]
         return cute.compile(kernel, *arguments, make_fake_stream(), options=_options(arch_name, dumps))
@@ -83,6 +88,7 @@ def compile_forward(
     del fields["name"], fields["num_experts"]  # neither changes the code
     inputs = {"kernel": "forward", "shape": fields, "config": asdict(config), "local_experts": local_experts}
     inputs["options"] = OPTIONS
+    inputs["foreign_roles"] = registry.foreign_sources(plan)
     loaded = cache.get_or_build(inputs, arch_name, {"forward": build}, settings or Settings.from_environment())
     return CompiledKernel(
         function=loaded.functions["forward"],

@@ -27,6 +27,7 @@ class KernelConfig:
     stages                depth of the operand ring in shared memory
     out_cols              columns that the epilogue hands to a store warp at once
     dispatch_slots        row pieces that one communication warp holds in shared memory
+    roles                 (role, name) pairs that replace the default roles, see templates/registry.py
     """
 
     precision: str = "bf16"
@@ -42,6 +43,7 @@ class KernelConfig:
     rows_per_dispatch_group: int = 8
     tokens_per_reduce: int = 8
     raster_rows: int = 16
+    roles: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         def rule(ok: bool, argument: str, text: str) -> None:
@@ -130,13 +132,6 @@ class KernelConfig:
             raise UnsupportedError(
                 f"num_experts={shape.num_experts}: {local_experts} experts per rank exceed {MAX_LOCAL_EXPERTS}; "
                 "use more ranks."
-            )
-        ring = self.warps * self.dispatch_slots * self.piece_bytes(shape)
-        operand = self.smem_plan(shape, local_experts)["operand ring (A and B stages)"]
-        if ring > operand:
-            raise UnsupportedError(
-                f"dispatch_slots={self.dispatch_slots}: {ring} bytes of row pieces exceed the {operand} bytes of the "
-                "operand ring; lower KernelConfig.dispatch_slots or dispatch_piece_bytes."
             )
         total = sum(self.smem_plan(shape, local_experts).values())
         if total > smem_limit:

@@ -32,15 +32,11 @@ import cutlass.cute as cute
 import cutlass.pipeline as pl
 from cutlass import AddressSpace, BFloat16, Boolean, Float32, Int32, Int64, const_expr
 
-from mok_cute.config import KernelConfig
-from mok_cute.shapes import MoEShape
-from mok_cute.templates import records, signal, storage
+from mok_cute.templates import records, registry, signal, storage
 from mok_cute.templates.arch.sm90 import mma as arch
-from mok_cute.templates.combine.push import PushCombine
-from mok_cute.templates.combine.reduce import ReduceCombine
-from mok_cute.templates.dispatch.pull import PullDispatch
 from mok_cute.templates.epilogue import store as epilogue
-from mok_cute.templates.grouped_gemm.mainloop_sm90 import OperandPipeline, Sm90Load, Sm90Multiply
+from mok_cute.templates.grouped_gemm.mainloop_sm90 import OperandPipeline
+from mok_cute.templates.interface import Plan
 from mok_cute.templates.launch_args import (
     CONTROL_EPOCH,
     CONTROL_STOP,
@@ -51,8 +47,7 @@ from mok_cute.templates.launch_args import (
     TensorArgs,
 )
 from mok_cute.templates.scheduler import order
-from mok_cute.templates.scheduler.dynamic import TicketScheduler, read_slot
-from mok_cute.templates.swiglu.forward import SwiGLU
+from mok_cute.templates.scheduler.dynamic import read_slot
 from mok_cute.templates.warps import SM90_REGISTERS_CONSUMER, SM90_REGISTERS_SERVICE, Sm90Warps
 
 
@@ -71,28 +66,19 @@ def stacked(address: Int64, rows: int, cols: int, experts: int, stride: Any) -> 
 class ForwardMegakernel:
     """Joins the roles. ``__call__`` is the host function: it encodes the TMA descriptors and launches once."""
 
-    def __init__(self, shape: MoEShape, config: KernelConfig, local_experts: int):
-        self.shape, self.config, self.local_experts = shape, config, local_experts
-        g = self.geometry = config.geometry(shape)
-        self.has_shared = shape.shared_intermediate > 0
-        self.tile = (config.tile_rows, config.down_cols, config.tile_k)
-        self.consumer_warps = 4 * config.consumer_warpgroups
-        piece = config.piece_bytes(shape)
-        self.dispatch = PullDispatch(g, shape.hidden, shape.topk, piece, config.dispatch_slots, config.warps)
-        self.scheduler = TicketScheduler(g, local_experts)
-        self.load = Sm90Load(shape, config.stages, config.tile_rows, config.tile_k)
-        self.multiply = Sm90Multiply(shape, config.tile_k)
-        self.operands = OperandPipeline(
-            config.stages, 2 * config.tile_k * (config.tile_rows + config.down_cols), self.consumer_warps
-        )
-        self.epilogue = epilogue.Epilogue(SwiGLU(shape.swiglu_limit), config.down_cols, config.out_cols)
-        self.push = PushCombine(shape.hidden)
-        targets = (epilogue.TO_HIDDEN, epilogue.TO_SAVED_GATE, epilogue.TO_SAVED_UP)
-        shared_targets = (epilogue.TO_SHARED_HIDDEN, epilogue.TO_SHARED_Y) if self.has_shared else ()
-        self.store = epilogue.StoreWarp(g, self.push, targets + shared_targets)
-        self.reduce = ReduceCombine(
-            shape.hidden, shape.topk, self.has_shared, shape.shared_factor, config.tokens_per_reduce
-        )
+    def __init__(self, plan: Plan):
+        self.plan, self.shape, self.config = plan, plan.shape, plan.config
+        self.local_experts, self.consumer_warps = plan.local_experts, plan.consumer_warps
+        self.has_shared = plan.has_shared
+        self.tile = (self.config.tile_rows, self.config.down_cols, self.config.tile_k)
+        self.operands = OperandPipeline(plan)
+        self.dispatch = registry.make(plan, "dispatch")
+        self.scheduler = registry.make(plan, "scheduler")
+        self.load = registry.make(plan, "load")
+        self.multiply = registry.make(plan, "multiply")
+        self.epilogue = registry.make(plan, "epilogue")
+        self.store = registry.make(plan, "store")
+        self.reduce = registry.make(plan, "reduce")
 
     @cute.jit
     def __call__(self, *flat: Any):

@@ -114,13 +114,6 @@ def test_validate_refuses_more_experts_than_the_prefix_table_holds() -> None:
         KernelConfig().validate(shape, SM90.name, SM90.smem_bytes_per_cta, MAX_LOCAL_EXPERTS + 1)
 
 
-def test_validate_refuses_row_pieces_that_the_operand_ring_cannot_hold() -> None:
-    shape = MoEShape(2048, 128, 8, 2)  # rows of 4096 bytes
-    with pytest.raises(UnsupportedError, match=r"dispatch_slots=8: 393216 bytes .* 196608 .*lower KernelConfig\."):
-        KernelConfig(dispatch_slots=8).validate(shape, SM90.name, SM90.smem_bytes_per_cta, 8)
-    KernelConfig(dispatch_slots=8, dispatch_piece_bytes=2048).validate(shape, SM90.name, SM90.smem_bytes_per_cta, 8)
-
-
 def test_validate_refuses_what_exceeds_shared_memory() -> None:
     total = sum(KernelConfig().smem_plan(TINY, 8).values())
     KernelConfig().validate(TINY, SM90.name, total, 8)

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Int32, Int64, const_expr
 
 from mok_cute.templates import signal
+from mok_cute.templates.interface import Plan
 from mok_cute.templates.lanes import shuffle64
 from mok_cute.templates.launch_args import PEER_SIGNAL_BYTES, LaunchArgs
 
@@ -20,8 +21,12 @@ VECTOR = 8  # bf16 elements in 16 bytes
 
 
 class PushCombine:
-    def __init__(self, hidden: int):
-        self.hidden = hidden
+    def __init__(self, plan: Plan):
+        self.hidden = plan.shape.hidden
+
+    @staticmethod
+    def unsupported_reason(plan: Plan) -> str | None:
+        return None
 
     @cute.jit
     def owner_row(self, a: LaunchArgs, row: Int64) -> Int64:

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import AddressSpace, BFloat16, Boolean, Float32, Int32, Int64, const_expr
 
+from mok_cute.templates.interface import Plan
 from mok_cute.templates.launch_args import LaunchArgs
 
 VECTOR = 8  # bf16 elements in 16 bytes
@@ -16,9 +17,15 @@ BATCH = 4  # rows loaded before they are summed
 
 
 class ReduceCombine:
-    def __init__(self, hidden: int, topk: int, has_shared: bool, has_factor: bool, tokens_per_task: int):
-        self.hidden, self.topk = hidden, topk
-        self.has_shared, self.has_factor, self.tokens_per_task = has_shared, has_factor, tokens_per_task
+    def __init__(self, plan: Plan):
+        shape = plan.shape
+        self.hidden, self.topk = shape.hidden, shape.topk
+        self.has_shared, self.has_factor = plan.has_shared, shape.shared_factor
+        self.tokens_per_task = plan.config.tokens_per_reduce
+
+    @staticmethod
+    def unsupported_reason(plan: Plan) -> str | None:
+        return None
 
     @cute.jit
     def load_vector(self, address: Int64, wanted: Boolean) -> cute.Tensor:

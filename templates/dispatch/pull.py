@@ -14,6 +14,7 @@ from cutlass import AddressSpace, BFloat16, Boolean, Int32, Int64
 from cutlass.experimental import primitives as prims
 
 from mok_cute.templates import records, signal
+from mok_cute.templates.interface import Plan
 from mok_cute.templates.lanes import shuffle64
 from mok_cute.templates.launch_args import ENTERED, PEER_SIGNAL_BYTES, X_STAGED, LaunchArgs
 from mok_cute.templates.scheduler import order
@@ -29,13 +30,27 @@ def bytes_at(address: Int64) -> cute.Pointer:
 class PullDispatch:
     """The communication CTAs' program, run by all their warps before they turn to computing."""
 
-    def __init__(self, geometry: order.Geometry, hidden: int, topk: int, piece_bytes: int, slots: int, warps: int):
-        self.geometry, self.topk = geometry, topk
-        self.row_bytes = hidden * BF16_BYTES
-        self.piece_bytes, self.slots, self.warps = piece_bytes, slots, warps
-        self.pieces = self.row_bytes // piece_bytes
-        self.lag = slots - 2
-        self.group_rows = geometry.rows_per_dispatch_group
+    def __init__(self, plan: Plan):
+        shape, config = plan.shape, plan.config
+        self.geometry, self.topk = plan.geometry, shape.topk
+        self.row_bytes = shape.hidden * BF16_BYTES
+        self.piece_bytes, self.slots = config.piece_bytes(shape), config.dispatch_slots
+        self.warps = config.warps
+        self.pieces = self.row_bytes // self.piece_bytes
+        self.lag = self.slots - 2
+        self.group_rows = self.geometry.rows_per_dispatch_group
+
+    @staticmethod
+    def unsupported_reason(plan: Plan) -> str | None:
+        config = plan.config
+        pieces = config.warps * config.dispatch_slots * config.piece_bytes(plan.shape)
+        ring = config.smem_plan(plan.shape, plan.local_experts)["operand ring (A and B stages)"]
+        if pieces <= ring:
+            return None
+        return (
+            f"dispatch_slots={config.dispatch_slots}: {pieces} bytes of row pieces exceed the {ring} bytes of the "
+            "operand ring; lower KernelConfig.dispatch_slots or dispatch_piece_bytes."
+        )
 
     @cute.jit
     def move_rows(

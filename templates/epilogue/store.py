@@ -16,14 +16,13 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from mok_cute.templates import records, signal
-from mok_cute.templates.combine.push import PushCombine
+from mok_cute.templates import records, registry, signal
 from mok_cute.templates.grouped_gemm.mainloop_sm90 import tile_modes
+from mok_cute.templates.interface import Plan
 from mok_cute.templates.lanes import Untouched
 from mok_cute.templates.launch_args import PUSHES_DONE, LaunchArgs
 from mok_cute.templates.scheduler import order
 from mok_cute.templates.scheduler.dynamic import NO_WORD, Task, device_order
-from mok_cute.templates.swiglu.forward import SwiGLU
 
 # What a chunk is. FINISHED ends the store warp.
 FINISHED, TO_HIDDEN, TO_SHARED_HIDDEN, TO_SAVED_GATE, TO_SAVED_UP, TO_SHARED_Y, TO_OWNERS = range(7)
@@ -57,8 +56,13 @@ class Chunks(Untouched):
 class Epilogue:
     """The consumer side: arithmetic on the accumulators, then chunks of bf16 into shared memory."""
 
-    def __init__(self, swiglu: SwiGLU, tile_cols: int, out_cols: int, saves: bool = True):
-        self.swiglu, self.tile_cols, self.out_cols = swiglu, tile_cols, out_cols
+    def __init__(self, plan: Plan):
+        self.activation = registry.make(plan, "activation")
+        self.tile_cols, self.out_cols = plan.config.down_cols, plan.config.out_cols
+
+    @staticmethod
+    def unsupported_reason(plan: Plan) -> str | None:
+        return None
 
     @cute.jit
     def hand_over(
@@ -128,7 +132,7 @@ class Epilogue:
             hidden32 = cute.make_rmem_tensor(acc.shape, Float32)
             hidden32.store(out.load().to(Float32))
             for i in cutlass.range_constexpr(half):
-                hidden32[i] = self.swiglu(hidden32[i], hidden32[i + half])
+                hidden32[i] = self.activation(hidden32[i], hidden32[i + half])
             hidden = cute.make_rmem_tensor(acc.shape, BFloat16)
             hidden.store(hidden32.load().to(BFloat16))
             target = Int32(TO_HIDDEN)
@@ -178,8 +182,14 @@ class Epilogue:
 class StoreWarp:
     """The store side: one warp per consumer warpgroup."""
 
-    def __init__(self, geometry: order.Geometry, push: PushCombine, matrices: tuple[int, ...]):
-        self.geometry, self.push, self.matrices = geometry, push, matrices
+    def __init__(self, plan: Plan):
+        self.geometry, self.push = plan.geometry, registry.make(plan, "push")
+        shared = (TO_SHARED_HIDDEN, TO_SHARED_Y) if plan.has_shared else ()
+        self.matrices = (TO_HIDDEN, TO_SAVED_GATE, TO_SAVED_UP, *shared)
+
+    @staticmethod
+    def unsupported_reason(plan: Plan) -> str | None:
+        return None
 
     @cute.jit
     def run(

@@ -23,9 +23,9 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu import warpgroup as wg
 
-from mok_cute.shapes import MoEShape
 from mok_cute.templates import records, signal
 from mok_cute.templates.grouped_gemm.rows import ROWS_GEMM, built_kinds, k_tiles
+from mok_cute.templates.interface import Plan
 from mok_cute.templates.scheduler import order
 from mok_cute.templates.scheduler.dynamic import NO_WORD, Task, read_slot
 
@@ -38,8 +38,10 @@ def tile_modes(t: Any) -> Any:
 class OperandPipeline:
     """The ring of operand stages, made by every warp of the CTA."""
 
-    def __init__(self, stages: int, tile_bytes: int, consumer_warps: int):
-        self.stages, self.tile_bytes, self.consumer_warps = stages, tile_bytes, consumer_warps
+    def __init__(self, plan: Plan):
+        config = plan.config
+        self.stages, self.consumer_warps = config.stages, plan.consumer_warps
+        self.tile_bytes = 2 * config.tile_k * (config.tile_rows + config.down_cols)
 
     def create(self, barriers: cute.Pointer) -> pl.PipelineTmaAsync:
         agent = pl.Agent.Thread
@@ -56,8 +58,14 @@ class OperandPipeline:
 class Sm90Load:
     """The load warp: for each task, wait for its rows and stream both operands."""
 
-    def __init__(self, shape: MoEShape, stages: int, tile_rows: int, tile_k: int):
-        self.shape, self.stages, self.tile_rows, self.tile_k = shape, stages, tile_rows, tile_k
+    def __init__(self, plan: Plan):
+        config = plan.config
+        self.shape, self.stages = plan.shape, config.stages
+        self.tile_rows, self.tile_k = config.tile_rows, config.tile_k
+
+    @staticmethod
+    def unsupported_reason(plan: Plan) -> str | None:
+        return None
 
     @cute.jit
     def load_tile(
@@ -154,8 +162,12 @@ class Sm90Load:
 class Sm90Multiply:
     """The consumer warpgroups' inner loop: one tile's products into the accumulators."""
 
-    def __init__(self, shape: MoEShape, tile_k: int):
-        self.shape, self.tile_k = shape, tile_k
+    def __init__(self, plan: Plan):
+        self.shape, self.tile_k = plan.shape, plan.config.tile_k
+
+    @staticmethod
+    def unsupported_reason(plan: Plan) -> str | None:
+        return None
 
     def num_k_tiles(self, kind: Int32) -> Int32:
         count = Int32(0)

@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from mok_cute.templates import records, signal
+from mok_cute.templates.interface import Plan
 from mok_cute.templates.lanes import Untouched
 from mok_cute.templates.launch_args import PEER_SIGNAL_BYTES, PUSHES_DONE, SHARED_Y_DONE, TICKET, LaunchArgs
 from mok_cute.templates.scheduler import order
@@ -97,8 +98,12 @@ class PrefixTable(Untouched):
 class TicketScheduler:
     """The scheduler warp's program. ``load_slot`` is what the declared waits of ``order`` become on the device."""
 
-    def __init__(self, geometry: order.Geometry, local_experts: int):
-        self.geometry, self.local_experts = geometry, local_experts
+    def __init__(self, plan: Plan):
+        self.geometry, self.local_experts = plan.geometry, plan.local_experts
+
+    @staticmethod
+    def unsupported_reason(plan: Plan) -> str | None:
+        return None
 
     def word_of(self, name: str, index, a: LaunchArgs):
         """Word offset of ``name[index]`` inside a counter set."""

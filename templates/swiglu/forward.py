@@ -8,6 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, const_expr
 
+from mok_cute.templates.interface import Plan
+
 LOG2_E = 1.4426950408889634
 
 
@@ -18,8 +20,12 @@ def select(condition: Boolean, yes: Float32, no: Float32) -> Float32:
 class SwiGLU:
     """``limit`` None: no clamp; a number >= 0: gate clamped from above, up from both sides. A compile-time choice."""
 
-    def __init__(self, limit: float | None):
-        self.limit = limit
+    def __init__(self, plan: Plan):
+        self.limit = plan.shape.swiglu_limit
+
+    @staticmethod
+    def unsupported_reason(plan: Plan) -> str | None:
+        return None
 
     def __call__(self, gate: Float32, up: Float32) -> Float32:
         if const_expr(self.limit is not None):
