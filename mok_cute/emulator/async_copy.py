@@ -1,0 +1,502 @@
+"""mbarriers, bulk copies, and tensor copies between global and shared memory (TMA).
+
+A copy is an ``AsyncOperation``: a load writes shared memory and reports its bytes to the barrier in one step; a store
+reads shared memory in its first step and writes global memory in its second, so that a kernel that reuses the source or
+publishes the result too early is seen to do so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mok_cute.emulator.decode import Instruction, split_operands
+from mok_cute.emulator.execute import (
+    SHARED_WINDOW,
+    Assembler,
+    KernelFault,
+    Mask,
+    Source,
+    Step,
+    lanes_of,
+    of_lane,
+    opcode,
+)
+from mok_cute.emulator.load_store import OFFSET_BITS
+from mok_cute.emulator.tensor_map import NUM_BYTES, TensorMap
+
+if TYPE_CHECKING:
+    from mok_cute.emulator.device import AsyncOperation, Cta, Warp
+    from mok_cute.emulator.memory import DeviceMemory
+
+Bytes = npt.NDArray[np.uint8]
+MAX_COUNT = (1 << 20) - 1  # arrivals and bytes that an mbarrier can hold
+TX_BITS, TX_SHIFT = 23, 41
+LOAD, STORE = "bulk load", "bulk store"
+
+
+# ----------------------------------------------------------------------------------------------------------- mbarriers
+
+
+@dataclass
+class MBarrier:
+    """The 64-bit word of an mbarrier, taken apart. The layout is ours: a kernel must not look inside.
+
+    The phase ends when no arrivals and no bytes are missing.
+    """
+
+    phase: int
+    pending: int  # arrivals missing in this phase
+    expected: int  # arrivals of every phase
+    missing_bytes: (
+        int  # announced and not yet copied; negative for a moment when a copy is faster than its announcement
+    )
+
+    @classmethod
+    def load(cls, word: int) -> MBarrier:
+        missing = word >> TX_SHIFT
+        missing -= (1 << TX_BITS) if missing >> (TX_BITS - 1) else 0
+        return cls(word & 1, word >> 1 & MAX_COUNT, word >> 21 & MAX_COUNT, missing)
+
+    def word(self) -> int:
+        missing = self.missing_bytes & ((1 << TX_BITS) - 1)
+        return self.phase | self.pending << 1 | self.expected << 21 | missing << TX_SHIFT
+
+    def update(self, arrivals: int, num_bytes: int) -> None:
+        """``num_bytes`` announced (positive) or copied (negative), then ``arrivals``."""
+        self.missing_bytes += num_bytes
+        self.pending -= arrivals
+        if self.pending < 0:
+            raise KernelFault(f"mbarrier: {-self.pending} arrivals more than its count of {self.expected}")
+        if abs(self.missing_bytes) > MAX_COUNT:
+            raise KernelFault(f"mbarrier: {self.missing_bytes} bytes outstanding, beyond its range")
+        if self.pending == 0 and self.missing_bytes == 0:
+            self.phase ^= 1
+            self.pending = self.expected
+
+    def __str__(self) -> str:
+        arrivals = f"{self.pending} of {self.expected} arrivals missing"
+        return f"phase {self.phase}, {arrivals}, {self.missing_bytes} bytes missing"
+
+
+def _place(warp: Warp, address: int) -> tuple[Cta, int]:
+    """The CTA and offset of a shared address."""
+    plain = address & (SHARED_WINDOW - 1)
+    return warp.cta.peer(plain >> OFFSET_BITS), plain & ((1 << OFFSET_BITS) - 1)
+
+
+def load_barrier(cta: Cta, offset: int) -> MBarrier:
+    cta.check_shared(offset, 8)
+    if offset % 8:
+        raise KernelFault(f"mbarrier at shared memory offset {offset:#x}, which is not a multiple of 8")
+    return MBarrier.load(int(cta.shared_words[8][offset // 8]))
+
+
+def store_barrier(cta: Cta, offset: int, barrier: MBarrier) -> None:
+    cta.shared_words[8][offset // 8] = barrier.word()
+    cta.grid.scheduler.version += 1
+
+
+def update_barrier(cta: Cta, offset: int, arrivals: int, num_bytes: int) -> None:
+    barrier = load_barrier(cta, offset)
+    barrier.update(arrivals, num_bytes)
+    store_barrier(cta, offset, barrier)
+
+
+@opcode("mbarrier.init")
+def _init(asm: Assembler, instruction: Instruction) -> Step:
+    address, _ = asm.address(instruction.operands[0])
+    count = asm.source(instruction.operands[1], "u32")
+
+    def step(warp: Warp, mask: Mask) -> None:
+        for lane in lanes_of(mask):
+            cta, offset = _place(warp, int(address(warp)[lane]))
+            number = of_lane(count(warp), lane)
+            if not 1 <= number <= MAX_COUNT:
+                raise KernelFault(f"mbarrier.init with a count of {number}")
+            cta.check_shared(offset, 8)
+            store_barrier(cta, offset, MBarrier(0, number, number, 0))
+
+    return step
+
+
+@opcode("mbarrier.inval")
+def _inval(asm: Assembler, instruction: Instruction) -> Step:
+    address, _ = asm.address(instruction.operands[0])
+
+    def step(warp: Warp, mask: Mask) -> None:
+        for lane in lanes_of(mask):
+            cta, offset = _place(warp, int(address(warp)[lane]))
+            cta.check_shared(offset, 8)
+            cta.shared_words[8][offset // 8] = 0xFFFFFFFFFFFFFFFF
+
+    return step
+
+
+@opcode("mbarrier.arrive", "mbarrier.expect_tx", "mbarrier.complete_tx")
+def _arrive(asm: Assembler, instruction: Instruction) -> Step:
+    """arrive [state,] [barrier] {, count}; arrive.expect_tx [state,] [barrier], bytes; expect_tx; complete_tx."""
+    parts, operands = instruction.parts, list(instruction.operands)
+    if "noComplete" in parts:
+        raise ValueError("noComplete")
+    put = asm.sink(operands.pop(0), "b64") if not operands[0].startswith("[") else None
+    address, _ = asm.address(operands[0])
+    amount = asm.source(operands[1], "u32") if len(operands) > 1 else None
+    arrives, announces = parts[1] == "arrive", "expect_tx" in parts
+
+    def step(warp: Warp, mask: Mask) -> None:
+        addresses, before = address(warp), np.zeros(32, np.uint64)
+        amounts = None if amount is None else amount(warp)
+        for lane in lanes_of(mask):
+            cta, offset = _place(warp, int(addresses[lane]))
+            number = 1 if amounts is None else of_lane(amounts, lane)
+            barrier = load_barrier(cta, offset)
+            before[lane] = barrier.word()
+            if announces:
+                barrier.update(1 if arrives else 0, number)
+            else:
+                barrier.update(number if arrives else 0, 0 if arrives else -number)
+            store_barrier(cta, offset, barrier)
+        warp.polls.clear()
+        if put is not None:
+            put(warp, before, mask)
+
+    return step
+
+
+def _describe_wait(cta: Cta, offset: int, parity: int) -> Callable[[], str]:
+    return lambda: f"mbarrier at shared memory offset {offset:#x}, parity {parity}: {load_barrier(cta, offset)}"
+
+
+@opcode("mbarrier.try_wait", "mbarrier.test_wait")
+def _wait(asm: Assembler, instruction: Instruction) -> Step:
+    """True once the phase of the given parity has ended. try_wait never gives up here."""
+    parts, operands = instruction.parts, instruction.operands
+    put = asm.sink(operands[0], "pred")
+    address, _ = asm.address(operands[1])
+    awaited = asm.source(operands[2], "u32" if "parity" in parts else "u64")
+    suspends = parts[1] == "try_wait"
+
+    def step(warp: Warp, mask: Mask) -> Any:
+        addresses, parities = address(warp), awaited(warp)
+        done = np.zeros(32, np.bool_)
+        for lane in lanes_of(mask):
+            cta, offset = _place(warp, int(addresses[lane]))
+            if cta is not warp.cta:
+                raise KernelFault(f"{parts[1]} on a barrier of another CTA")
+            barrier = load_barrier(cta, offset)
+            done[lane] = barrier.phase != of_lane(parities, lane) & 1
+            if not done[lane]:
+                parity = of_lane(parities, lane) & 1
+                words = cta.shared_words[8][offset // 8 : offset // 8 + 1]
+                seen = np.array([addresses[lane]], np.uint64)
+                if suspends or warp.is_repeated_poll(instruction, seen, words, words.copy):
+                    return warp.block(_describe_wait(cta, offset, parity))
+        warp.polls.clear()
+        put(warp, done, mask)
+        return None
+
+    return step
+
+
+# -------------------------------------------------------------------------------------------------------------- groups
+
+
+@dataclass
+class BulkGroups:
+    """The stores of one thread: those since the last commit, and the committed groups in order."""
+
+    open: list[AsyncOperation] = field(default_factory=list)
+    committed: list[list[AsyncOperation]] = field(default_factory=list)
+
+
+def _groups(warp: Warp, lane: int) -> BulkGroups:
+    return warp.bulk_groups.setdefault(lane, BulkGroups())
+
+
+@opcode("cp.async.bulk.commit_group")
+def _commit(asm: Assembler, instruction: Instruction) -> Step:
+    def step(warp: Warp, mask: Mask) -> None:
+        for lane in lanes_of(mask):
+            groups = _groups(warp, lane)
+            groups.committed.append(groups.open)
+            groups.open = []
+
+    return step
+
+
+@opcode("cp.async.bulk.wait_group")
+def _wait_group(asm: Assembler, instruction: Instruction) -> Step:
+    """All but the latest groups are complete; with .read, have read their source."""
+    latest = int(instruction.operands[0], 0)
+    may_remain = 1 if "read" in instruction.parts else 0  # steps: read, then write
+
+    def step(warp: Warp, mask: Mask) -> Any:
+        for lane in lanes_of(mask):
+            committed = _groups(warp, lane).committed
+            for group in committed[: len(committed) - latest]:
+                if any(operation.remaining() > may_remain for operation in group):
+                    return warp.block(lambda: f"{instruction.text}: a copy of the group is under way")
+        for lane in lanes_of(mask):
+            groups = _groups(warp, lane)
+            groups.committed = [group for group in groups.committed if any(op.remaining() for op in group)]
+        return None
+
+    return step
+
+
+# ------------------------------------------------------------------------------------------------- copies without TMA
+
+
+def _post(warp: Warp, unit: str, text: str, *steps: Callable[[], None]) -> AsyncOperation:
+    from mok_cute.emulator.device import AsyncOperation
+
+    operation = AsyncOperation(unit, deque(steps), text)
+    warp.cta.grid.scheduler.post(warp.cta.grid, operation)
+    return operation
+
+
+class Destination(NamedTuple):
+    """Where a load goes and which barrier it reports to."""
+
+    cta: Cta
+    offset: int
+    barrier_cta: Cta
+    barrier_offset: int
+
+
+def _destinations(warp: Warp, lane: int, to: Source, barrier: Source, multicast: Source | None) -> list[Destination]:
+    """One, or the CTAs of a multicast mask: each at the same offset, with its own barrier."""
+    cta, offset = _place(warp, int(to(warp)[lane]))
+    barrier_cta, barrier_offset = _place(warp, int(barrier(warp)[lane]))
+    if multicast is None:
+        return [Destination(cta, offset, barrier_cta, barrier_offset)]
+    ranks = [rank for rank in range(16) if of_lane(multicast(warp), lane) >> rank & 1]
+    return [Destination(cta.peer(rank), offset, cta.peer(rank), barrier_offset) for rank in ranks]
+
+
+@opcode("cp.async.bulk")
+def _bulk(asm: Assembler, instruction: Instruction) -> Step:
+    """[to], [from], bytes {, [barrier]} {, multicast mask} {, cache hint}"""
+    to_space, from_space = (part.split("::")[0] for part in instruction.parts[3:5])
+    operands = instruction.operands
+    to, origin = asm.address(operands[0])[0], asm.address(operands[1])[0]
+    size = asm.source(operands[2], "u32")
+    if (to_space, from_space) == ("global", "shared"):
+        return _bulk_store(to, origin, size, instruction.text)
+    if (to_space, from_space) != ("shared", "global"):
+        raise ValueError("direction")
+    barrier = asm.address(operands[3])[0]
+    multicast = asm.source(operands[4], "u16") if "multicast::cluster" in instruction.opcode else None
+
+    def step(warp: Warp, mask: Mask) -> None:
+        for lane in lanes_of(mask):
+            destinations = _destinations(warp, lane, to, barrier, multicast)
+            source, num_bytes = int(origin(warp)[lane]), of_lane(size(warp), lane)
+            _check_bulk(destinations[0].offset, source, num_bytes)
+            load = partial(_bulk_load, warp.cta.grid.memory, source, num_bytes, destinations)
+            _post(warp, LOAD, instruction.text, load)
+
+    return step
+
+
+def _bulk_load(memory: DeviceMemory, source: int, num_bytes: int, destinations: list[Destination]) -> None:
+    data = memory.read(source, num_bytes, 16)
+    for to in destinations:
+        to.cta.check_shared(to.offset, num_bytes)
+        to.cta.shared[to.offset : to.offset + num_bytes] = data
+        update_barrier(to.barrier_cta, to.barrier_offset, 0, -num_bytes)
+
+
+def _check_bulk(shared: int, address: int, num_bytes: int) -> None:
+    if shared % 16 or address % 16 or num_bytes % 16:
+        raise KernelFault(
+            f"bulk copy of {num_bytes} bytes between shared memory offset {shared:#x} and {address:#x}: "
+            "all three must be multiples of 16"
+        )
+
+
+def _bulk_store(to: Source, origin: Source, size: Source, text: str) -> Step:
+    def step(warp: Warp, mask: Mask) -> None:
+        for lane in lanes_of(mask):
+            cta, offset = _place(warp, int(origin(warp)[lane]))
+            target, num_bytes = int(to(warp)[lane]), of_lane(size(warp), lane)
+            _check_bulk(offset, target, num_bytes)
+            _groups(warp, lane).open.append(_store_operation(warp, cta, offset, target, num_bytes, text))
+
+    return step
+
+
+def _store_operation(warp: Warp, cta: Cta, offset: int, target: int, num_bytes: int, text: str) -> AsyncOperation:
+    held: list[Bytes] = []
+
+    def read() -> None:
+        cta.check_shared(offset, num_bytes)
+        held.append(cta.shared[offset : offset + num_bytes].copy())
+
+    return _post(warp, STORE, text, read, lambda: warp.cta.grid.memory.write(target, held[0], 16))
+
+
+# ---------------------------------------------------------------------------------------------------------- TMA tiles
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where the elements of one box lie: rows of dimension 0 in global memory, 16-byte chunks in shared memory."""
+
+    tensor: TensorMap
+    rows: npt.NDArray[np.uint64]  # address of the first element inside the tensor, for each row in order
+    inside: npt.NDArray[np.bool_]  # rows that lie inside
+    row_bytes: int
+    skip_bytes: int  # of each row, that lie before the tensor
+    copied_bytes: int  # of each row, that lie inside
+
+
+def box_at(tensor: TensorMap, coordinates: list[int]) -> Box:
+    if tensor.interleave or any(step != 1 for step in tensor.element_strides) or tensor.element_bits % 8:
+        raise KernelFault(f"TMA: interleaved, strided and packed tensors are not known to the virtual GPU: {tensor}")
+    if tensor.smem_element_bits != tensor.element_bits or tensor.swizzle_atom != 16:
+        raise KernelFault(f"TMA: this element type or swizzle is not known to the virtual GPU: {tensor}")
+    width = tensor.element_bits // 8
+    rows, inside = np.array([tensor.address], np.int64), np.ones(1, np.bool_)
+    for dim in range(tensor.rank - 1, 0, -1):
+        position = coordinates[dim] + np.arange(tensor.box[dim])
+        valid = (position >= 0) & (position < tensor.dims[dim])
+        rows = (rows[:, None] + (np.where(valid, position, 0) * tensor.strides_bytes[dim - 1])[None, :]).ravel()
+        inside = (inside[:, None] & valid[None, :]).ravel()
+    first = max(coordinates[0], 0)
+    last = min(coordinates[0] + tensor.box[0], tensor.dims[0])
+    count = max(last - first, 0)
+    addresses = (rows + first * width).astype(np.uint64)
+    return Box(
+        tensor,
+        addresses,
+        inside,
+        tensor.box[0] * width,
+        (first - coordinates[0]) * width if count else 0,
+        count * width,
+    )
+
+
+def read_box(memory: DeviceMemory, box: Box) -> Bytes:
+    """(rows, row bytes), zeros (or NaN) outside the tensor."""
+    fill = 0xFF if box.tensor.oob_fill == "nan" else 0
+    data = np.full((len(box.rows), box.row_bytes), fill, np.uint8)
+    if not box.copied_bytes:
+        return data
+    rows = box.rows[box.inside]
+    part = slice(box.skip_bytes, box.skip_bytes + box.copied_bytes)
+    if box.copied_bytes % 16 == 0 and not (rows & np.uint64(15)).any():
+        chunks = (rows[:, None] + np.arange(0, box.copied_bytes, 16, dtype=np.uint64)[None, :]).ravel()
+        data[box.inside, part] = memory.gather(chunks, 16).reshape(len(rows), box.copied_bytes)
+    else:
+        for row, address in zip(np.flatnonzero(box.inside), rows, strict=True):
+            data[row, part] = memory.read(int(address), box.copied_bytes, 1)
+    return data
+
+
+def write_box(memory: DeviceMemory, box: Box, data: Bytes) -> None:
+    """Rows and bytes outside the tensor are dropped."""
+    if not box.copied_bytes:
+        return
+    rows = box.rows[box.inside]
+    kept = data[box.inside, box.skip_bytes : box.skip_bytes + box.copied_bytes]
+    for address, row in zip(rows, kept, strict=True):
+        memory.write(int(address), row)
+
+
+def _chunks(cta: Cta, offset: int, tensor: TensorMap) -> npt.NDArray[np.int64]:
+    """Indices of the box's 16-byte chunks in shared memory, in the order of the box."""
+    if offset % 128:
+        raise KernelFault(f"TMA: shared memory offset {offset:#x} is not a multiple of 128")
+    num_bytes = tensor.box_bytes
+    if num_bytes % 16:
+        raise KernelFault(f"TMA: a box of {num_bytes} bytes is not a multiple of 16")
+    cta.check_shared(offset, num_bytes)
+    chunks: npt.NDArray[np.int64] = tensor.swizzled(offset + np.arange(0, num_bytes, 16)) // 16
+    return chunks
+
+
+def _descriptor(warp: Warp, address: int) -> TensorMap:
+    return TensorMap.decode(warp.cta.grid.memory.read(address, NUM_BYTES, 64).tobytes())
+
+
+def _tensor_operand(asm: Assembler, operand: str) -> tuple[Source, list[Source]]:
+    """``[descriptor, {coordinates}]``"""
+    match = re.match(r"\[\s*([%\w$@]+)\s*,\s*\{(.*)\}\s*\]$", operand)
+    if match is None:
+        raise ValueError(f"tensor operand {operand}")
+    return asm.source(match[1], "u64"), [asm.source(part, "s32") for part in split_operands(match[2])]
+
+
+@opcode("cp.async.bulk.tensor")
+def _tensor_copy(asm: Assembler, instruction: Instruction) -> Step:
+    parts = instruction.parts
+    if any(part.split("::")[0] in ("im2col", "cta_group") for part in parts):
+        raise ValueError("mode")
+    rank = int(parts[4][0])
+    to_space, from_space = (part.split("::")[0] for part in parts[5:7])
+    if (to_space, from_space) == ("global", "shared"):
+        return _tensor_store(asm, instruction, rank)
+    operands = instruction.operands
+    to = asm.address(operands[0])[0]
+    descriptor, coordinates = _tensor_operand(asm, operands[1])
+    barrier = asm.address(operands[2])[0]
+    multicast = asm.source(operands[3], "u16") if "multicast::cluster" in instruction.opcode else None
+
+    def step(warp: Warp, mask: Mask) -> None:
+        for lane in lanes_of(mask):
+            tensor = _descriptor(warp, of_lane(descriptor(warp), lane))
+            at = [of_lane(coordinate(warp), lane) for coordinate in coordinates]
+            _check_rank(tensor, rank)
+            destinations = _destinations(warp, lane, to, barrier, multicast)
+            _post(warp, "tensor load", instruction.text, partial(_tensor_load, warp, tensor, at, destinations))
+
+    return step
+
+
+def _tensor_load(warp: Warp, tensor: TensorMap, at: list[int], destinations: list[Destination]) -> None:
+    data = read_box(warp.cta.grid.memory, box_at(tensor, at)).reshape(-1, 16).view("V16").ravel()
+    for to in destinations:
+        to.cta.shared_words[16][_chunks(to.cta, to.offset, tensor)] = data
+        update_barrier(to.barrier_cta, to.barrier_offset, 0, -tensor.box_bytes)
+
+
+def _check_rank(tensor: TensorMap, rank: int) -> None:
+    if tensor.rank != rank:
+        raise KernelFault(f"TMA: a copy of rank {rank} with a descriptor of rank {tensor.rank}")
+
+
+def _tensor_store(asm: Assembler, instruction: Instruction, rank: int) -> Step:
+    descriptor, coordinates = _tensor_operand(asm, instruction.operands[0])
+    origin = asm.address(instruction.operands[1])[0]
+
+    def step(warp: Warp, mask: Mask) -> None:
+        for lane in lanes_of(mask):
+            cta, offset = _place(warp, int(origin(warp)[lane]))
+            tensor = _descriptor(warp, of_lane(descriptor(warp), lane))
+            at = [of_lane(coordinate(warp), lane) for coordinate in coordinates]
+            _check_rank(tensor, rank)
+            _groups(warp, lane).open.append(_tensor_store_operation(warp, cta, offset, tensor, at, instruction.text))
+
+    return step
+
+
+def _tensor_store_operation(
+    warp: Warp, cta: Cta, offset: int, tensor: TensorMap, at: list[int], text: str
+) -> AsyncOperation:
+    held: list[Bytes] = []
+    box = box_at(tensor, at)
+
+    def read() -> None:
+        chunks = cta.shared_words[16][_chunks(cta, offset, tensor)]
+        held.append(chunks.view(np.uint8).reshape(len(box.rows), box.row_bytes))
+
+    return _post(warp, "tensor store", text, read, lambda: write_box(warp.cta.grid.memory, box, held[0]))
