@@ -15,12 +15,15 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from mok_cute.errors import MokError
+
+if TYPE_CHECKING:
+    import torch
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.uint64]
@@ -29,6 +32,7 @@ FIRST_ADDRESS = 4096  # page 0 is never mapped, and numpy refuses a null pointer
 NUM_BYTES = (1 << 47) - 2 * FIRST_ADDRESS
 RED_ZONE_BYTES = 256
 ALIGNMENT = 1024  # of allocations made here: more than any copy or descriptor asks for
+FAR_BYTES = 1 << 30  # from the nearest allocation: then the address is no overrun but nonsense
 KEPT_FREED = 256  # freed allocations that a fault can still name
 WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}  # access size to a numpy type that moves it in one piece
 
@@ -125,7 +129,7 @@ class DeviceMemory:
 
     def mark_defined(self, address: int, num_bytes: int) -> None:
         """The host has written these bytes itself."""
-        allocation = self._find(address)
+        allocation = self.find(address)
         if allocation is not None and allocation.address in self._defined:
             offset = address - allocation.address
             self._defined[allocation.address][offset : offset + num_bytes] = True
@@ -145,7 +149,8 @@ class DeviceMemory:
         candidates = (self._allocations[known] for known in self._starts[first : bisect_right(self._starts, end)])
         return [a for a in candidates if (a.address < end and start < a.end) or a.address == start]
 
-    def _find(self, address: int) -> Allocation | None:
+    def find(self, address: int) -> Allocation | None:
+        """The allocation that holds this address, if there is one."""
         position = bisect_right(self._starts, address) - 1
         if position < 0:
             return None
@@ -221,10 +226,10 @@ class DeviceMemory:
 
     def _locate(self, access: str, address: int, num_bytes: int) -> Allocation:
         """The allocation that holds all of these bytes, or a fault."""
-        allocation = self._find(address)
+        allocation = self.find(address)
         if allocation is None and self._discover is not None and address >= FIRST_ADDRESS:
             self._discover(self, address)
-            allocation = self._find(address)
+            allocation = self.find(address)
         if allocation is not None and address + num_bytes <= allocation.end:
             self._last = allocation
             return allocation
@@ -239,10 +244,10 @@ class DeviceMemory:
         nearest = self._nearest(address)
         if nearest is None:
             self._fault(UNKNOWN, access, address, num_bytes, "the device has no allocations")
-        if address >= nearest.end:
-            self._fault(OUTSIDE, access, address, num_bytes, f"{address - nearest.end} bytes after {nearest}", nearest)
-        distance = nearest.address - address
-        self._fault(OUTSIDE, access, address, num_bytes, f"{distance} bytes before {nearest}", nearest)
+        after = address >= nearest.end
+        distance = address - nearest.end if after else nearest.address - address
+        detail = f"{distance} bytes {'after' if after else 'before'} {nearest}"
+        self._fault(OUTSIDE if distance < FAR_BYTES else UNKNOWN, access, address, num_bytes, detail, nearest)
 
     def _nearest(self, address: int) -> Allocation | None:
         position = bisect_right(self._starts, address)
@@ -255,16 +260,13 @@ class DeviceMemory:
         self, kind: str, access: str, address: int, num_bytes: int, detail: str, nearest: Allocation | None = None
     ) -> NoReturn:
         if nearest is None and kind == MISALIGNED:
-            nearest = self._find(address)
+            nearest = self.find(address)
             detail += f"; in {nearest}" if nearest else ""
         raise MemoryFault(kind, access, address, num_bytes, detail, nearest)
 
 
 def find_torch_tensor(memory: DeviceMemory, address: int) -> None:
-    """For ``DeviceMemory(discover=...)``: add the storage of the live torch tensor that holds this address.
-
-    The storage leaves the table when torch frees it.
-    """
+    """For ``DeviceMemory(discover=...)``: add the storage of the live torch tensor that holds this address."""
     import torch
 
     for candidate in gc.get_objects():
@@ -272,10 +274,19 @@ def find_torch_tensor(memory: DeviceMemory, address: int) -> None:
             continue
         if candidate.layout is not torch.strided:
             continue
-        storage = candidate.untyped_storage()
-        start = storage.data_ptr()
-        if start and start <= address < start + storage.nbytes():
-            shape = "x".join(map(str, candidate.shape)) or "scalar"
-            allocation = memory.add(start, storage.nbytes(), f"torch tensor {shape} {candidate.dtype}")
-            weakref.finalize(storage, memory.discard, allocation)
+        start = candidate.untyped_storage().data_ptr()
+        if start <= address < start + candidate.untyped_storage().nbytes():
+            add_torch_tensor(memory, candidate)
             return
+
+
+def add_torch_tensor(memory: DeviceMemory, tensor: torch.Tensor) -> None:
+    """Add the storage of a CPU tensor, unless it is known. It leaves the table when torch frees it."""
+    storage = tensor.untyped_storage()
+    start, num_bytes = storage.data_ptr(), storage.nbytes()
+    known = memory.find(start)
+    if not num_bytes or (known is not None and known.end >= start + num_bytes):
+        return
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    allocation = memory.add(start, num_bytes, f"torch tensor {shape} {tensor.dtype}")
+    weakref.finalize(storage, memory.discard, allocation)

@@ -58,6 +58,8 @@ def test_an_access_past_the_end_names_the_allocation(device: DeviceMemory) -> No
         device.read(allocation.end + 32, 4)
     with pytest.raises(MemoryFault, match="4 bytes before x_ring"):
         device.read(allocation.address - 4, 4)
+    with pytest.raises(MemoryFault, match="unknown address: .* before x_ring"):
+        device.read(1 << 20, 4)
 
 
 def test_one_bad_lane_of_a_gather_is_reported_with_its_address(device: DeviceMemory) -> None:
