@@ -198,7 +198,8 @@ class Warp:
                 outcome = code[pc](self, mask)
             except (KernelFault, MemoryFault) as fault:
                 split.pc = pc
-                raise _located(fault, self, pc) from fault
+                _locate(fault, self, pc)
+                raise
             if outcome is None:
                 pc += 1
             elif outcome.__class__ is Branch:
@@ -258,13 +259,12 @@ class Warp:
         return lines
 
 
-def _located(fault: KernelFault | MemoryFault, warp: Warp, pc: int) -> MokError:
-    """The same fault with the place in the program in its message."""
+def _locate(fault: KernelFault | MemoryFault, warp: Warp, pc: int) -> None:
+    """Adds the place in the program to the message."""
     instruction = warp.cta.grid.kernel.instructions[pc]
     at = instruction.source or f"PTX line {instruction.line}"
     where = f"{warp.cta.grid.kernel.name}, CTA {warp.cta.index}, warp {warp.index}, {at}: {instruction.text}"
     fault.args = (f"{fault}\n  {where}",)
-    return fault
 
 
 class Cta:

@@ -49,7 +49,8 @@ def converged(step: Step, members: Source, text: str) -> Step:
     return wait
 
 
-def _all(warp: Warp) -> Value:
+def all_members(warp: Warp) -> Value:
+    """Of an ``.aligned`` instruction: the whole warp."""
     return np.uint32(0xFFFFFFFF)
 
 
@@ -163,7 +164,7 @@ def _bar(asm: Assembler, instruction: Instruction) -> Step:
         warp.awaited_barrier = awaited
         return warp.block(lambda: f"{instruction.text}: {barrier}")
 
-    return converged(step, _all, instruction.text)
+    return converged(step, all_members, instruction.text)
 
 
 @opcode("barrier.cluster.arrive")
@@ -172,7 +173,7 @@ def _cluster_arrive(asm: Assembler, instruction: Instruction) -> Step:
         warp.awaited_cluster = warp.cta.cluster.barrier.generation
         warp.cta.cluster.barrier.arrive(None)
 
-    return converged(step, _all, instruction.text)
+    return converged(step, all_members, instruction.text)
 
 
 @opcode("barrier.cluster.wait")
@@ -183,7 +184,7 @@ def _cluster_wait(asm: Assembler, instruction: Instruction) -> Step:
             return None
         return warp.block(lambda: f"{instruction.text}: {barrier}")
 
-    return converged(step, _all, instruction.text)
+    return converged(step, all_members, instruction.text)
 
 
 # --------------------------------------------------------------------------------------------------- fences and hints

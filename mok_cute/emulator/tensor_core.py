@@ -19,6 +19,7 @@ from mok_cute.emulator.convert import bf16_to_f32
 from mok_cute.emulator.decode import Instruction
 from mok_cute.emulator.execute import Assembler, KernelFault, Mask, Step, of_lane, opcode
 from mok_cute.emulator.load_store import read, write
+from mok_cute.emulator.synchronize import all_members, converged
 
 if TYPE_CHECKING:
     from mok_cute.emulator.device import Cta, Warp
@@ -144,7 +145,7 @@ def _wgmma(asm: Assembler, instruction: Instruction) -> Step:
         if not warp.cta.grid.scheduler.late_matrix:
             _finish(warp.matrix_groups.open)
 
-    return step
+    return converged(step, all_members, instruction.text)
 
 
 def _a_from_registers(warp: Warp, registers: npt.NDArray[np.int64], kind: str) -> Matrix:
@@ -170,7 +171,7 @@ def _commit(asm: Assembler, instruction: Instruction) -> Step:
         groups.committed.append(groups.open)
         groups.open = []
 
-    return step
+    return converged(step, all_members, instruction.text)
 
 
 @opcode("wgmma.wait_group")
@@ -182,7 +183,7 @@ def _wait(asm: Assembler, instruction: Instruction) -> Step:
         while len(committed) > latest:
             _finish(committed.pop(0))
 
-    return step
+    return converged(step, all_members, instruction.text)
 
 
 @opcode("wgmma.fence")
@@ -222,7 +223,7 @@ def _stmatrix(asm: Assembler, instruction: Instruction) -> Step:
             rows = np.ascontiguousarray(matrix.T if transposed else matrix).view(np.uint8).reshape(8, 16)
             write(warp, "shared", _row_addresses(addresses, tile), rows)
 
-    return step
+    return converged(step, all_members, instruction.text)
 
 
 @opcode("ldmatrix.sync")
@@ -242,4 +243,4 @@ def _ldmatrix(asm: Assembler, instruction: Instruction) -> Step:
             words = np.ascontiguousarray(matrix.T if transposed else matrix).view(np.uint32).reshape(32)
             sink(warp, words, None)
 
-    return step
+    return converged(step, all_members, instruction.text)
