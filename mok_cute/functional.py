@@ -110,6 +110,7 @@ def create_workspaces(
             f"ep_size={ep_size}: {num_sms(device)} SMs give each virtual rank {share}, and a rank needs at least 2; "
             "use fewer ranks."
         )
+    schedule_kernels = load_schedule_kernels(shape, kernel.arch, ep_size, settings, device)
     blocks = allocate_local(table.symmetric_bytes, ep_size, device)
     sizes = schedule_sizes(shape, ep_size, max_tokens)
     workspaces = [
@@ -125,6 +126,7 @@ def create_workspaces(
             schedule_state=ScheduleState.allocate(sizes, device),
             stream=torch.cuda.Stream(device) if ep_size > 1 else None,
             num_sms=min(share, run.num_sms or share),
+            schedule_kernels=schedule_kernels,
         )
         for block in blocks
     ]
@@ -170,7 +172,7 @@ def build_schedules(
         if workspace.settings.checks >= 1:
             check_choices(workspace, ids, count)
     schedules = [allocate_schedule(w.schedule_state.sizes, w.device) for w in workspaces]
-    compiled = [schedule_kernels(w, 8 * ids.element_size()) for w, ids in zip(workspaces, topk_ids, strict=True)]
+    compiled = [w.schedule_kernels[8 * ids.element_size()] for w, ids in zip(workspaces, topk_ids, strict=True)]
     arguments = [
         schedule_arguments(
             workspace.schedule_state,
@@ -206,6 +208,8 @@ def check_choices(workspace: Workspace, topk_ids: torch.Tensor, count: torch.Ten
     import torch
 
     device = workspace.device
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ConfigError(f"topk_ids: dtype {topk_ids.dtype}: must be int32 or int64; convert it.")
     if topk_ids.device != device:
         raise ConfigError(f"topk_ids: on {topk_ids.device}: must be on {device}; move it.")
     if count is not None and (count.dtype != torch.int32 or count.numel() != 1 or count.device != device):
@@ -317,16 +321,45 @@ def forward(
     )[0]
 
 
-def schedule_kernels(workspace: Workspace, id_bits: int) -> dict[str, Callable[..., object]]:
-    """The compiled schedule kernels for int32 or int64 ids, looked up once per workspace."""
-    known = workspace.schedule_kernels
-    if id_bits not in known:
-        from mok_cute.compile import compile_schedule
+def load_schedule_kernels(
+    shape: MoEShape, arch_name: str, ep_size: int, settings: Settings, device: torch.device
+) -> dict[int, dict[str, Callable[..., object]]]:
+    """The schedule kernels for int32 and int64 ids, by bits, loaded by one launch each on a rank of their own.
 
-        arch_name = workspace.kernel.arch
-        built = compile_schedule(workspace.shape, arch_name, workspace.ep_size, id_bits, workspace.settings)
-        known[id_bits] = built.functions
-    return known[id_bits]
+    CUDA loads a kernel at its first launch and may wait for the device to do so. With virtual ranks that launch would
+    stand behind a kernel of another rank that waits for it, so all of them run once before any rank needs them.
+    """
+    import torch
+
+    from mok_cute.compile import compile_schedule
+    from mok_cute.launcher import NS_PER_S
+    from mok_cute.schedule import ScheduleState, allocate_schedule, launch_schedule, schedule_arguments, schedule_sizes
+    from mok_cute.symmetric import allocate_local
+
+    loaded = {}
+    sizes = schedule_sizes(shape, 1, 1)
+    for dtype in (torch.int32, torch.int64):
+        id_bits = 8 * dtype.itemsize
+        functions = compile_schedule(shape, arch_name, ep_size, id_bits, settings).functions
+        block = allocate_local(sizes.layout.symmetric_bytes, 1, device)[0]
+        words = torch.zeros(64, dtype=torch.int32, device=device)  # stop word, then a record
+        nothing = torch.full((1, shape.topk), -1, dtype=dtype, device=device)
+        arguments = schedule_arguments(
+            ScheduleState.allocate(sizes, device),
+            allocate_schedule(sizes, device),
+            topk_ids=nothing,
+            num_tokens=None,
+            peer_table=block.peer_table.data_ptr(),
+            rank=0,
+            symmetric_offset=0,
+            stop=words.data_ptr(),
+            record=words.data_ptr() + 128,
+            limit_ns=NS_PER_S,
+        )
+        launch_schedule(functions, [arguments], [torch.cuda.current_stream(device).cuda_stream])
+        torch.cuda.synchronize(device)
+        loaded[id_bits] = functions
+    return loaded
 
 
 def fit_run(workspace: Workspace, run: RunConfig | None) -> RunConfig:

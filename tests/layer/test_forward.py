@@ -215,6 +215,15 @@ def test_a_larger_macrobatch_than_the_rows_need_is_no_reason_to_refuse(tokens: l
     assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
 
 
+def test_ranks_may_give_ids_of_different_width() -> None:
+    """Also in a fresh process: all kernels are loaded before a rank waits for another."""
+    layer = Layer(2, [128, 90])
+    wanted = layer.forward()
+    layer.ids = [layer.ids[0].to(torch.int64), layer.ids[1].to(torch.int32)]
+    assert all(torch.equal(a, b) for a, b in zip(layer.forward(), wanted, strict=True))
+    layer.check()
+
+
 def test_choices_on_the_wrong_device_are_refused() -> None:
     layer = Layer(1, [64])
     with pytest.raises(ConfigError, match="topk_ids: on cpu"):
