@@ -21,6 +21,8 @@ from mok_cute.schedule import (
 )
 from mok_cute.shapes import MoEShape
 
+pytestmark = pytest.mark.emulated
+
 THREADS = 256
 SMEM_BYTES = 16384  # at least what the host function asks for
 
