@@ -33,8 +33,15 @@ def describe(
         "phases": phase_rows(o),
         "order": step_rows(o),
         "signals": signal_rows(),
+        "shared_memory": smem_rows(shape, config, ranks),
         "workspace": workspace_rows(shape, ranks, tokens, run),
     }
+
+
+def smem_rows(shape: MoEShape, config: KernelConfig, ranks: int) -> list[Row]:
+    """Shared memory of a CTA by purpose, as planned; the compiled figure adds the alignment between the parts."""
+    plan = config.smem_plan(shape, shape.local_experts(ranks))
+    return [{"purpose": purpose, "bytes": num_bytes} for purpose, num_bytes in plan.items()]
 
 
 def balanced_tokens_per_expert(shape: MoEShape, ranks: int, tokens: int) -> list[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from cutlass import Int32, Int64
 
+# ENTERED is no signal, it orders nothing: it starts the clocks of a launch's waits once all peers are here.
 # Word offsets inside one counter set (int32). Each scalar has a 128-byte line of its own: they are the hot ones.
 TICKET, X_STAGED, ENTERED, PUSHES_DONE, SHARED_Y_DONE, CTAS_DONE, COUNTER_ARRAYS = (32 * i for i in range(7))
 # Word offsets inside the control block, which outlives launches.
