@@ -79,11 +79,18 @@ def install(shim: Path, on_module: OnModule, *, arch: str, num_sms: int) -> Exit
     _keep_ptx(undo, found, on_module)
     _answer_for_the_driver(undo, found, num_sms)
     for dsl in found["objects"]:
-        _replace(undo, dsl.envar, "_arch", arch)
+        replace_attribute(undo, dsl.envar, "_arch", arch)
     return undo
 
 
-def _replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+def chosen_arch() -> str | None:
+    """What CUTE_DSL_ARCH asks for, as the DSL has read it."""
+    chosen: str | None = probe()["objects"][0].envar._arch
+    return chosen
+
+
+def replace_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until ``undo`` is closed."""
     undo.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
@@ -94,10 +101,10 @@ def _use_library(undo: ExitStack, found: dict[str, Any], shim: Path) -> None:
     def with_shim(prefix: str) -> str:
         return os.pathsep.join(filter(None, (str(shim), original(prefix))))
 
-    _replace(undo, found["env_manager"], "get_prefix_dsl_libs", with_shim)
+    replace_attribute(undo, found["env_manager"], "get_prefix_dsl_libs", with_shim)
     for dsl in found["objects"]:
         listed = os.pathsep.join(filter(None, (str(shim), dsl.envar.shared_libs)))
-        _replace(undo, dsl.envar, "shared_libs", listed)
+        replace_attribute(undo, dsl.envar, "shared_libs", listed)
 
 
 def _keep_ptx(undo: ExitStack, found: dict[str, Any], on_module: OnModule) -> None:
@@ -116,19 +123,19 @@ def _keep_ptx(undo: ExitStack, found: dict[str, Any], on_module: OnModule) -> No
             on_module(cubin.read_bytes(), ptx.read_text())
         load(self, file_path, *args, **kwargs)
 
-    _replace(undo, artifacts, "__post_init__", read_and_tell)
-    _replace(undo, exported, "__init__", tell_and_load)
+    replace_attribute(undo, artifacts, "__post_init__", read_and_tell)
+    replace_attribute(undo, exported, "__init__", tell_and_load)
     for dsl in found["objects"]:
         # Functions from the DSL's own cache come without PTX; with no_cache said here, it does not warn of keep_ptx.
         for name, value in (("keep_ptx", True), ("keep_cubin", True), ("no_cache", True), ("dump_dir", folder)):
-            _replace(undo, dsl.envar, name, value)
+            replace_attribute(undo, dsl.envar, name, value)
 
 
 def _answer_for_the_driver(undo: ExitStack, found: dict[str, Any], num_sms: int) -> None:
     runtime, hardware = found["cuda_runtime"], found["hardware"]
     success = runtime.cudaError_t.cudaSuccess
-    _replace(undo, runtime, "cudaGetDeviceCount", lambda: (success, 1))
-    _replace(undo, runtime, "cudaLibraryUnload", lambda library: (success,))
+    replace_attribute(undo, runtime, "cudaGetDeviceCount", lambda: (success, 1))
+    replace_attribute(undo, runtime, "cudaLibraryUnload", lambda library: (success,))
 
     def no_driver(self: Any, device_id: int = 0) -> None:
         self.device_id = device_id
@@ -136,6 +143,6 @@ def _answer_for_the_driver(undo: ExitStack, found: dict[str, Any], num_sms: int)
     def max_active_clusters(self: Any, cluster_size: int, stream: Any = None) -> int:
         return max(1, num_sms // cluster_size)
 
-    _replace(undo, hardware, "__init__", no_driver)
-    _replace(undo, hardware, "get_max_active_clusters", max_active_clusters)
-    _replace(undo, hardware, "get_device_multiprocessor_count", lambda self: num_sms)
+    replace_attribute(undo, hardware, "__init__", no_driver)
+    replace_attribute(undo, hardware, "get_max_active_clusters", max_active_clusters)
+    replace_attribute(undo, hardware, "get_device_multiprocessor_count", lambda self: num_sms)
