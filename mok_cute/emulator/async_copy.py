@@ -86,7 +86,7 @@ class MBarrier:
         return f"phase {self.phase}, {arrivals}, {self.missing_bytes} bytes missing"
 
 
-def _place(warp: Warp, address: int) -> tuple[Cta, int]:
+def place_of(warp: Warp, address: int) -> tuple[Cta, int]:
     """The CTA and offset of a shared address."""
     plain = address & (SHARED_WINDOW - 1)
     return warp.cta.peer(plain >> OFFSET_BITS), plain & ((1 << OFFSET_BITS) - 1)
@@ -117,7 +117,7 @@ def _init(asm: Assembler, instruction: Instruction) -> Step:
 
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
-            cta, offset = _place(warp, int(address(warp)[lane]))
+            cta, offset = place_of(warp, int(address(warp)[lane]))
             number = of_lane(count(warp), lane)
             if not 1 <= number <= MAX_COUNT:
                 raise KernelFault(f"mbarrier.init with a count of {number}")
@@ -133,7 +133,7 @@ def _inval(asm: Assembler, instruction: Instruction) -> Step:
 
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
-            cta, offset = _place(warp, int(address(warp)[lane]))
+            cta, offset = place_of(warp, int(address(warp)[lane]))
             cta.check_shared(offset, 8)
             cta.shared_words[8][offset // 8] = 0xFFFFFFFFFFFFFFFF
 
@@ -155,7 +155,7 @@ def _arrive(asm: Assembler, instruction: Instruction) -> Step:
         addresses, before = address(warp), np.zeros(32, np.uint64)
         amounts = None if amount is None else amount(warp)
         for lane in lanes_of(mask):
-            cta, offset = _place(warp, int(addresses[lane]))
+            cta, offset = place_of(warp, int(addresses[lane]))
             number = 1 if amounts is None else of_lane(amounts, lane)
             barrier = load_barrier(cta, offset)
             before[lane] = barrier.word()
@@ -188,7 +188,7 @@ def _wait(asm: Assembler, instruction: Instruction) -> Step:
         addresses, parities = address(warp), awaited(warp)
         done = np.zeros(32, np.bool_)
         for lane in lanes_of(mask):
-            cta, offset = _place(warp, int(addresses[lane]))
+            cta, offset = place_of(warp, int(addresses[lane]))
             if cta is not warp.cta:
                 raise KernelFault(f"{parts[1]} on a barrier of another CTA")
             barrier = load_barrier(cta, offset)
@@ -274,8 +274,8 @@ class Destination(NamedTuple):
 
 def _destinations(warp: Warp, lane: int, to: Source, barrier: Source, multicast: Source | None) -> list[Destination]:
     """One, or the CTAs of a multicast mask: each at the same offset, with its own barrier."""
-    cta, offset = _place(warp, int(to(warp)[lane]))
-    barrier_cta, barrier_offset = _place(warp, int(barrier(warp)[lane]))
+    cta, offset = place_of(warp, int(to(warp)[lane]))
+    barrier_cta, barrier_offset = place_of(warp, int(barrier(warp)[lane]))
     if multicast is None:
         return [Destination(cta, offset, barrier_cta, barrier_offset)]
     ranks = [rank for rank in range(16) if of_lane(multicast(warp), lane) >> rank & 1]
@@ -326,7 +326,7 @@ def _check_bulk(shared: int, address: int, num_bytes: int) -> None:
 def _bulk_store(to: Source, origin: Source, size: Source, text: str) -> Step:
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
-            cta, offset = _place(warp, int(origin(warp)[lane]))
+            cta, offset = place_of(warp, int(origin(warp)[lane]))
             target, num_bytes = int(to(warp)[lane]), of_lane(size(warp), lane)
             _check_bulk(offset, target, num_bytes)
             _groups(warp, lane).open.append(_store_operation(warp, cta, offset, target, num_bytes, text))
@@ -480,7 +480,7 @@ def _tensor_store(asm: Assembler, instruction: Instruction, rank: int) -> Step:
 
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
-            cta, offset = _place(warp, int(origin(warp)[lane]))
+            cta, offset = place_of(warp, int(origin(warp)[lane]))
             tensor = _descriptor(warp, of_lane(descriptor(warp), lane))
             at = [of_lane(coordinate(warp), lane) for coordinate in coordinates]
             _check_rank(tensor, rank)

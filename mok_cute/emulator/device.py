@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 # Imported for their opcodes.
-from mok_cute.emulator import async_copy, convert, load_store, synchronize, tensor_core  # noqa: F401
+from mok_cute.emulator import async_copy, convert, load_store, synchronize, tcgen05, tensor_core  # noqa: F401
 from mok_cute.emulator.decode import Kernel
 from mok_cute.emulator.execute import (
     BLOCKED,
@@ -280,6 +280,7 @@ class Cta:
         # Not zeros: what a kernel reads before it writes should look wrong. As floats these are NaN.
         self.shared = np.full(-(-self.shared_end // 16) * 16, 0xFF, np.uint8)
         self.shared_words = {size: self.shared.view(kind) for size, kind in WORDS.items()}
+        self.tensor_memory: tcgen05.TensorMemory | None = None  # made on first use
         self._barriers: dict[int, Barrier] = {}
         threads = int(np.prod(grid.extents["ntid"]))
         self.warps = [Warp(self, number, threads) for number in range(-(-threads // 32))]
@@ -402,6 +403,9 @@ class Grid:
     def retire(self) -> None:
         """Free the SMs of clusters all of whose warps have exited."""
         for cluster in [cluster for cluster in self.clusters if not any(warp.splits for warp in cluster.warps)]:
+            for cta in cluster.ctas:
+                if cta.tensor_memory is not None and cta.tensor_memory.allocated.any():
+                    raise KernelFault(f"{self.kernel.name}: CTA {cta.index} ended without tcgen05.dealloc")
             self.clusters.remove(cluster)
             self._free_sms.extend(cluster.sms)
 
@@ -441,7 +445,11 @@ class Scheduler:
             return False
         position = self.rng.randrange(len(self.operations))
         operation = self.operations[position]
-        operation.steps.popleft()()
+        try:
+            operation.steps.popleft()()
+        except (KernelFault, MemoryFault) as fault:
+            fault.args = (f"{fault}\n  while the {operation.unit} does: {operation.text}",)
+            raise
         if not operation.remaining():
             self.operations.pop(position)
         self.version += 1

@@ -114,7 +114,7 @@ class VirtualRanks:
         shared = None if self.shared is None else [self.shared] * len(ys)
         expected = reference.forward(self.shape, self.xs, self.ids, self.topk_weights, self.routed, shared)
         for rank, (y, want) in enumerate(zip(ys, expected, strict=True)):
-            assert_near(y.float(), want.float(), 0.03, f"y of rank {rank}")
+            assert_near(y.float(), want.float(), 0.06, f"y of rank {rank}")
         for rank, (context, schedule) in enumerate(zip(contexts, self.schedules, strict=True)):
             rows = min(int(schedule.num_rows), len(context.gate))
             peers = schedule.peer_rank[:rows], schedule.peer_route[:rows]
