@@ -24,7 +24,7 @@ from mok_cute.errors import ConfigError
 
 PREFIX = "virtual:"
 CURRENT_STREAM = 0  # torch on the CPU has no other
-DEFAULT_SMS = 8  # few: persistent kernels fill the device, and every CTA costs time here
+DEFAULT_SMS = 4  # few: persistent kernels fill the device, and every CTA costs time here
 
 # Functions of torch that take tensors and leave their data alone. All others wait for the device first.
 ADDRESSES = {"data_ptr", "untyped_storage", "__dlpack__"}
