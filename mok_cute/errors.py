@@ -21,6 +21,10 @@ class CompileError(MokError):
     """A kernel could not be built; the compiler's own words are in the message."""
 
 
+class KernelError(MokError):
+    """A kernel broke a rule of the machine or stopped for good. Only the virtual GPU finds this; it says where."""
+
+
 @dataclass(frozen=True)
 class TimeoutReport:
     """What a wait on the device saw when it gave up. ``age_s`` is how long it had waited, in seconds."""

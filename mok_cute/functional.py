@@ -18,10 +18,10 @@ from mok_cute.workspace import Workspace, WorkspaceTable, raise_if_any_failed
 if TYPE_CHECKING:
     import torch
 
+    from mok_cute.gpu import Gpu
     from mok_cute.schedule import Schedule
     from mok_cute.shapes import MoEShape
 
-MAX_VIRTUAL_RANKS = 8  # hardware launch queues by default; two waiting ranks in one queue would block each other
 DEFAULT_COMM_SMS = 16
 DEFAULT_COMM_SHARE = 4  # at most a quarter of a rank's CTAs by default
 
@@ -76,42 +76,37 @@ def create_workspaces(
     """Memory for ``ep_size`` virtual ranks of this process on one GPU, each with its share of the SMs.
 
     max_tokens   largest token count of any rank in any call
+    device       a CUDA device, or ``virtual:sm_90a``: the virtual GPU, whose tensors lie on the CPU
     run          its macrobatch sets the length of the rings; later calls may use less, never more
     settings     time limits and checks of all later calls; None: from the environment, now
 
     Compiles or loads the kernels, so that later calls launch at once. Raises ConfigError for arguments that mean
     nothing and UnsupportedError for what this machine cannot serve.
     """
-    import torch
-
-    from mok_cute.arch import Arch, num_sms
+    from mok_cute import gpu as gpus
     from mok_cute.compile import compile_forward
     from mok_cute.schedule import ScheduleState, schedule_sizes
     from mok_cute.symmetric import allocate_local
     from mok_cute.templates.records import RECORD_WORDS
 
-    device = torch.device(device)
-    if device.type != "cuda":
-        raise UnsupportedError(f"device={device}: kernels run on a CUDA device; pass device='cuda'.")
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    gpu = gpus.find(device)
     run = run or RunConfig()
     table = WorkspaceTable.of(shape, ep_size, max_tokens, run)
     settings = settings or Settings.from_environment()
-    kernel = compile_forward(shape, config, Arch.of_device(device).name, shape.local_experts(ep_size), settings)
-    share = num_sms(device) // ep_size
-    if ep_size > MAX_VIRTUAL_RANKS:
+    kernel = compile_forward(shape, config, gpu.arch.name, shape.local_experts(ep_size), settings)
+    if ep_size > gpu.max_ranks:
         raise UnsupportedError(
-            f"ep_size={ep_size}: at most {MAX_VIRTUAL_RANKS} virtual ranks in one process, one stream each; "
+            f"ep_size={ep_size}: at most {gpu.max_ranks} virtual ranks in one process, one stream each; "
             "use fewer ranks."
         )
+    share = gpu.sms_per_rank(ep_size)
     if share < 2:
         raise UnsupportedError(
-            f"ep_size={ep_size}: {num_sms(device)} SMs give each virtual rank {share}, and a rank needs at least 2; "
+            f"ep_size={ep_size}: {gpu} gives each virtual rank {share} SMs, and a rank needs at least 2; "
             "use fewer ranks."
         )
-    schedule_kernels = load_schedule_kernels(shape, kernel.arch, ep_size, settings, device)
-    blocks = allocate_local(table.symmetric_bytes, ep_size, device)
+    schedule_kernels = load_schedule_kernels(shape, kernel.arch, ep_size, settings, gpu)
+    blocks = allocate_local(table.symmetric_bytes, ep_size, gpu)
     sizes = schedule_sizes(shape, ep_size, max_tokens)
     workspaces = [
         Workspace(
@@ -120,17 +115,18 @@ def create_workspaces(
             settings=settings,
             table=table,
             symmetric=block,
-            local=torch.zeros(table.local_bytes, dtype=torch.uint8, device=device),
-            record=torch.zeros(RECORD_WORDS, dtype=torch.int32).pin_memory(),
+            local=gpu.zeros(table.local_bytes),
+            record=gpu.pinned_words(RECORD_WORDS),
             run=run.fitted(table.max_rows),
-            schedule_state=ScheduleState.allocate(sizes, device),
-            stream=torch.cuda.Stream(device) if ep_size > 1 else None,
+            schedule_state=ScheduleState.allocate(sizes, gpu.torch_device),
+            gpu=gpu,
+            stream=gpu.new_stream() if ep_size > 1 else None,
             num_sms=min(share, run.num_sms or share),
             schedule_kernels=schedule_kernels,
         )
         for block in blocks
     ]
-    torch.cuda.synchronize(device)  # everything is zeroed before any stream may use it
+    gpu.synchronize()  # everything is zeroed before any stream may use it
     return workspaces
 
 
@@ -322,7 +318,7 @@ def forward(
 
 
 def load_schedule_kernels(
-    shape: MoEShape, arch_name: str, ep_size: int, settings: Settings, device: torch.device
+    shape: MoEShape, arch_name: str, ep_size: int, settings: Settings, gpu: Gpu
 ) -> dict[int, dict[str, Callable[..., object]]]:
     """The schedule kernels for int32 and int64 ids, by bits, loaded by one launch each on a rank of their own.
 
@@ -337,11 +333,12 @@ def load_schedule_kernels(
     from mok_cute.symmetric import allocate_local
 
     loaded = {}
+    device = gpu.torch_device
     sizes = schedule_sizes(shape, 1, 1)
     for dtype in (torch.int32, torch.int64):
         id_bits = 8 * dtype.itemsize
         functions = compile_schedule(shape, arch_name, ep_size, id_bits, settings).functions
-        block = allocate_local(sizes.layout.symmetric_bytes, 1, device)[0]
+        block = allocate_local(sizes.layout.symmetric_bytes, 1, gpu)[0]
         words = torch.zeros(64, dtype=torch.int32, device=device)  # stop word, then a record
         nothing = torch.full((1, shape.topk), -1, dtype=dtype, device=device)
         arguments = schedule_arguments(
@@ -356,8 +353,9 @@ def load_schedule_kernels(
             record=words.data_ptr() + 128,
             limit_ns=NS_PER_S,
         )
-        launch_schedule(functions, [arguments], [torch.cuda.current_stream(device).cuda_stream])
-        torch.cuda.synchronize(device)
+        with gpu.rank_streams([]) as streams:
+            launch_schedule(functions, [arguments], streams)
+        gpu.synchronize()
         loaded[id_bits] = functions
     return loaded
 

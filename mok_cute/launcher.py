@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from mok_cute.config import RunConfig
@@ -90,21 +90,11 @@ def launch_forward(
         workspace.launches["forward"] += 1
 
 
-@contextmanager
-def rank_streams(workspaces: Sequence[Workspace]) -> Iterator[list[int]]:
+def rank_streams(workspaces: Sequence[Workspace]) -> AbstractContextManager[list[int]]:
     """Raw stream handles, one per rank, ordered behind the caller's current stream and before what follows on it.
 
     A single rank uses the current stream itself. Virtual ranks have a stream each, so that their kernels run at the
     same time.
     """
-    import torch
-
-    device = workspaces[0].device
-    current = torch.cuda.current_stream(device)
-    with torch.cuda.device(device) if torch.cuda.current_device() != device.index else nullcontext():
-        own = [workspace.stream for workspace in workspaces if workspace.stream is not None]
-        for stream in own:
-            stream.wait_stream(current)
-        yield [stream.cuda_stream for stream in own] or [current.cuda_stream]
-        for stream in own:
-            current.wait_stream(stream)
+    own = [workspace.stream for workspace in workspaces if workspace.stream is not None]
+    return workspaces[0].gpu.rank_streams(own)

@@ -2,7 +2,7 @@
 
 A kernel computes ``peer_table[rank] + offset``; it never sees who made the table. Providers differ only in how the
 blocks are allocated and their addresses exchanged. Built here: ``local``, several virtual ranks in one process on one
-GPU, each with its own block.
+GPU, real or virtual, each with its own block.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from mok_cute.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+    from mok_cute.gpu import Gpu
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,17 @@ class SymmetricBlock:
     ep_size: int
 
 
-def allocate_local(num_bytes: int, ep_size: int, device: torch.device) -> list[SymmetricBlock]:
-    """Blocks for ``ep_size`` virtual ranks of this process on one device, zeroed."""
+def allocate_local(num_bytes: int, ep_size: int, gpu: Gpu) -> list[SymmetricBlock]:
+    """Blocks for ``ep_size`` virtual ranks of this process on one GPU, zeroed."""
     import torch
 
     if ep_size < 1:
         raise ConfigError(f"ep_size={ep_size}: at least one rank is needed; pass ep_size >= 1.")
-    memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(ep_size)]
+    memories = [gpu.zeros(num_bytes) for _ in range(ep_size)]
     for memory in memories:
-        assert memory.data_ptr() % 512 == 0, "the caching allocator aligns to 512 bytes"
+        assert memory.data_ptr() % 512 == 0, "the allocator aligns to 512 bytes"
     table = [memory.data_ptr() for memory in memories]
     return [
-        SymmetricBlock(memory, torch.tensor(table, dtype=torch.int64, device=device), rank, ep_size)
+        SymmetricBlock(memory, torch.tensor(table, dtype=torch.int64, device=gpu.torch_device), rank, ep_size)
         for rank, memory in enumerate(memories)
     ]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from mok_cute.compile import CompiledKernel
+    from mok_cute.gpu import Gpu
     from mok_cute.schedule import ScheduleState
     from mok_cute.settings import Settings
     from mok_cute.shapes import MoEShape
@@ -173,10 +174,11 @@ class Workspace:
     table: WorkspaceTable
     symmetric: SymmetricBlock
     local: torch.Tensor  # (local_bytes,) uint8
-    record: torch.Tensor  # (RECORD_WORDS,) int32, pinned host memory
+    record: torch.Tensor  # (RECORD_WORDS,) int32, host memory that the kernel writes
     run: RunConfig
     schedule_state: ScheduleState
-    stream: torch.cuda.Stream | None  # this virtual rank's own stream; None: the caller's current stream
+    gpu: Gpu
+    stream: Any  # this virtual rank's own stream, see ``Gpu.new_stream``; None: the caller's current stream
     num_sms: int  # CTAs this rank may keep resident
     launches: Counter[str] = field(default_factory=Counter)
     schedule_kernels: dict[int, dict[str, Callable[..., object]]] = field(default_factory=dict)  # by bits of an id
@@ -259,21 +261,17 @@ class Workspace:
 
     def check(self) -> None:
         """Wait for this rank's work and raise PeerTimeoutError if a wait in it gave up."""
-        import torch
-
-        torch.cuda.synchronize(self.device)
+        self.gpu.synchronize()
         self.raise_if_failed()
 
     def reset(self) -> None:
         """Forget a failed launch: zero counters, epochs and signals. All ranks must do so before the next launch."""
-        import torch
-
-        torch.cuda.synchronize(self.device)
+        self.gpu.synchronize()
         self.record.zero_()
         for name in ("counters", "control", "entry", "exit", "schedule_exchange"):
             self.tensor(name).zero_()
         self.schedule_state.reset()
-        torch.cuda.synchronize(self.device)
+        self.gpu.synchronize()
 
 
 def read_record(record: torch.Tensor) -> TimeoutReport | None:

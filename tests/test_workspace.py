@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mok_cute import functional, launcher
 from mok_cute.config import MAX_EP_SIZE, ROW_BLOCK, RunConfig
 from mok_cute.errors import ConfigError, PeerTimeoutError, TimeoutReport, UnsupportedError
+from mok_cute.gpu import Gpu
 from mok_cute.launcher import expert_stride
 from mok_cute.schedule import ScheduleState, allocate_schedule, schedule_sizes
 from mok_cute.settings import Settings
@@ -58,6 +59,7 @@ def make_workspace(shape: MoEShape = TINY, ep_size: int = 1, max_tokens: int = 2
         "record": torch.zeros(records.RECORD_WORDS, dtype=torch.int32),
         "run": run.fitted(table.max_rows),
         "schedule_state": ScheduleState.allocate(schedule_sizes(shape, ep_size, max_tokens), "cpu"),
+        "gpu": Mock(spec=Gpu),
         "stream": None,
         "num_sms": 132,
     }

@@ -32,7 +32,7 @@ from mok_cute.emulator.execute import (
     Step,
 )
 from mok_cute.emulator.memory import WORDS, DeviceMemory, MemoryFault
-from mok_cute.errors import MokError
+from mok_cute.errors import KernelError
 
 Extent = tuple[int, int, int]
 TURNS = (20, 200, 2000)  # instructions of one turn of a warp; drawn each time
@@ -41,7 +41,7 @@ ASYNC_RATES = (0.0, 0.05, 0.3, 0.9)  # chance that an asynchronous step happens 
 STALLS = 8  # times that parked polls are let through, without any change, before that is a deadlock
 
 
-class Deadlock(MokError):
+class Deadlock(KernelError):
     """No warp can go on. ``waits`` has one line for each group of lanes."""
 
     def __init__(self, reason: str, waits: list[str]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mok_cute.emulator.decode import Instruction, Kernel, split_operands
-from mok_cute.errors import MokError
+from mok_cute.errors import KernelError, UnsupportedError
 
 if TYPE_CHECKING:
     from mok_cute.emulator.device import Warp
@@ -55,7 +55,7 @@ class Branch:
     taken: npt.NDArray[np.bool_]
 
 
-class UnsupportedInstruction(MokError):
+class UnsupportedInstruction(UnsupportedError):
     """The virtual GPU does not know this instruction, or this form of it."""
 
     def __init__(self, instruction: Instruction, why: str = "is not known to the virtual GPU") -> None:
@@ -63,7 +63,7 @@ class UnsupportedInstruction(MokError):
         super().__init__(f"{instruction.text}: {why} ({where})")
 
 
-class KernelFault(MokError):
+class KernelFault(KernelError):
     """A kernel did what a GPU would trap or leave undefined."""
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from mok_cute.errors import MokError
+from mok_cute.errors import KernelError
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class Allocation:
         return f"{self.name} ({self.num_bytes} bytes at {self.address:#x})"
 
 
-class MemoryFault(MokError):
+class MemoryFault(KernelError):
     """An access that device memory refuses. ``kind`` is one of the constants of this module."""
 
     def __init__(self, kind: str, access: str, address: int, num_bytes: int, detail: str, nearest: Allocation | None):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mok_cute.errors import MokError
+from mok_cute.errors import KernelError
 
 NUM_BYTES = 128
 WORDS = 8
@@ -67,7 +67,7 @@ INTERLEAVES = (0, 16, 32)  # bytes
 LARGE_BYTES = 1 << 17
 
 
-class TensorMapError(MokError):
+class TensorMapError(KernelError):
     """Bytes that are not a descriptor, or values that a descriptor cannot hold."""
 
 

@@ -7,6 +7,7 @@ the other and so run together, as on one GPU.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -47,6 +48,9 @@ class VirtualDevice:
     seed         decides the order of everything that a GPU leaves open; one seed replays a run exactly
     launched     name of each kernel that has run and its statistics, oldest first
     """
+
+    engine = "python"
+    max_ranks = sys.maxsize  # all launches that are ready run together, however many
 
     def __init__(self, arch: str = "sm_90a", *, num_sms: int = DEFAULT_SMS, seed: int = 0) -> None:
         if num_sms < 1:
@@ -143,6 +147,14 @@ class VirtualDevice:
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
 
+    @property
+    def product_name(self) -> str:
+        return f"virtual GPU {self.arch.name}"
+
+    def sms_per_rank(self, ep_size: int) -> int:
+        """Every launch has SMs of its own, as if each rank had a GPU."""
+        return self.num_sms
+
     def zeros(self, num_bytes: int) -> torch.Tensor:
         """(num_bytes,) uint8, aligned as well as memory of a GPU."""
         whole = torch.zeros(num_bytes + ALIGNMENT, dtype=torch.uint8)
@@ -161,7 +173,11 @@ class VirtualDevice:
         """These streams, behind the current stream and before what follows on it; without any, the current stream."""
         for stream in own:
             self.streams.wait(stream, CURRENT_STREAM)
-        yield list(own) or [CURRENT_STREAM]
+        try:
+            yield list(own) or [CURRENT_STREAM]
+        except Exception:
+            driver.the_driver().take_error()  # what is behind the error number that the compiled host code was given
+            raise
         for stream in own:
             self.streams.wait(CURRENT_STREAM, stream)
 

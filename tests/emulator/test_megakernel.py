@@ -77,6 +77,7 @@ class VirtualRanks:
                 record=torch.zeros(RECORD_WORDS, dtype=torch.int32),
                 run=RunConfig().fitted(table.max_rows),
                 schedule_state=ScheduleState.allocate(sizes, "cpu"),
+                gpu=self.device,
                 stream=None,
                 num_sms=NUM_CTAS,
             )
