@@ -272,14 +272,26 @@ class Destination(NamedTuple):
     barrier_offset: int
 
 
-def _destinations(warp: Warp, lane: int, to: Source, barrier: Source, multicast: Source | None) -> list[Destination]:
-    """One, or the CTAs of a multicast mask: each at the same offset, with its own barrier."""
+def _destinations(
+    warp: Warp, lane: int, to: Source, barrier: Source, multicast: Source | None, paired: bool = False
+) -> list[Destination]:
+    """One, or the CTAs of a multicast mask, each at the same offset.
+
+    The barrier is in the destination's CTA, at the same offset in each. With cta_group::2 it may be in the other CTA of
+    the pair: one barrier address then means, for every destination, the even or the odd CTA of its pair.
+    """
     cta, offset = place_of(warp, int(to(warp)[lane]))
     barrier_cta, barrier_offset = place_of(warp, int(barrier(warp)[lane]))
     if multicast is None:
+        if barrier_cta is not cta and not (paired and barrier_cta.rank == cta.rank ^ 1):
+            raise KernelFault(
+                f"copy to CTA {cta.rank} of the cluster that reports to a barrier of CTA {barrier_cta.rank}: must be "
+                "the same one, or with .cta_group::2 the other one of the pair"
+            )
         return [Destination(cta, offset, barrier_cta, barrier_offset)]
     ranks = [rank for rank in range(16) if of_lane(multicast(warp), lane) >> rank & 1]
-    return [Destination(cta.peer(rank), offset, cta.peer(rank), barrier_offset) for rank in ranks]
+    reports = {rank: rank & ~1 | barrier_cta.rank & 1 if paired else rank for rank in ranks}
+    return [Destination(cta.peer(rank), offset, cta.peer(reports[rank]), barrier_offset) for rank in ranks]
 
 
 @opcode("cp.async.bulk")
@@ -439,7 +451,7 @@ def _tensor_operand(asm: Assembler, operand: str) -> tuple[Source, list[Source]]
 @opcode("cp.async.bulk.tensor")
 def _tensor_copy(asm: Assembler, instruction: Instruction) -> Step:
     parts = instruction.parts
-    if any(part.split("::")[0] in ("im2col", "cta_group") for part in parts):
+    if any(part.split("::")[0] == "im2col" for part in parts):
         raise ValueError("mode")
     rank = int(parts[4][0])
     to_space, from_space = (part.split("::")[0] for part in parts[5:7])
@@ -450,13 +462,14 @@ def _tensor_copy(asm: Assembler, instruction: Instruction) -> Step:
     descriptor, coordinates = _tensor_operand(asm, operands[1])
     barrier = asm.address(operands[2])[0]
     multicast = asm.source(operands[3], "u16") if "multicast::cluster" in instruction.opcode else None
+    paired = "cta_group::2" in parts
 
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
             tensor = _descriptor(warp, of_lane(descriptor(warp), lane))
             at = [of_lane(coordinate(warp), lane) for coordinate in coordinates]
             _check_rank(tensor, rank)
-            destinations = _destinations(warp, lane, to, barrier, multicast)
+            destinations = _destinations(warp, lane, to, barrier, multicast, paired)
             _post(warp, "tensor load", instruction.text, partial(_tensor_load, warp, tensor, at, destinations))
 
     return step

@@ -1,8 +1,10 @@
-"""Tensor memory and the tcgen05 instructions of one CTA (cta_group::1), for 16-bit and 8-bit operands.
+"""tcgen05.mma, cp and commit, of one CTA or of a pair (cta_group::2).
 
-Tensor memory has 128 lanes of 512 columns of 32 bits; an address is lane << 16 | column. A matrix operation and the
-commits behind it form one queue per CTA and happen in order, at times the scheduler chooses. Loads and stores happen at
-once.
+A matrix operation, a copy to tensor memory and the commits behind them form one queue per issuing CTA and happen in
+order, at times the scheduler chooses. Products are exact in single precision and summed there.
+
+Of a pair, each CTA's shared memory (or tensor memory) holds its half of the rows of A and half of the rows of B, at the
+same addresses; each CTA's tensor memory receives its half of the rows of D.
 """
 
 from __future__ import annotations
@@ -10,192 +12,43 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from mok_cute.emulator.async_copy import place_of, update_barrier
-from mok_cute.emulator.convert import bf16_to_f32
 from mok_cute.emulator.decode import Instruction
-from mok_cute.emulator.execute import Assembler, KernelFault, Mask, Step, first_lane, lanes_of, of_lane, opcode
-from mok_cute.emulator.synchronize import all_members, converged
+from mok_cute.emulator.execute import Assembler, KernelFault, Mask, Source, Step, lanes_of, of_lane, opcode
+from mok_cute.emulator.matrix_operand import K_BYTES, SmemDescriptor, read_operand
+from mok_cute.emulator.number_formats import TO_F32, VALUES
+from mok_cute.emulator.tensor_memory import LANES, TensorMemory, group_size, pair_of, tensor_memory
 
 if TYPE_CHECKING:
     from mok_cute.emulator.device import Cta, Warp
 
+__all__ = ["TensorMemory"]
+
 Matrix = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
-LANES, COLUMNS = 128, 512
-K_BYTES = 32  # of an operand row in one instruction
-PERIOD = 1024
-SWIZZLE_BYTES = {0: 0, 2: 128, 4: 64, 6: 32}  # by the number in a descriptor
 UNIT = "tensor core"
 
-
-def _small_floats(exponent_bits: int, mantissa_bits: int) -> Matrix:
-    """Value of every byte as an FP8 number: e4m3 without infinities, e5m2 with them."""
-    bias, values = (1 << (exponent_bits - 1)) - 1, []
-    for byte in range(256):
-        exponent = byte >> mantissa_bits & ((1 << exponent_bits) - 1)
-        mantissa = byte & ((1 << mantissa_bits) - 1)
-        fraction = mantissa / (1 << mantissa_bits)
-        value = (1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias)
-        if exponent_bits == 4 and byte & 0x7F == 0x7F:
-            value = float("nan")
-        if exponent_bits == 5 and exponent == 31:
-            value = float("nan") if mantissa else float("inf")
-        values.append(-value if byte & 0x80 else value)
-    return np.array(values, np.float32)
-
-
-E4M3, E5M2 = _small_floats(4, 3), _small_floats(5, 2)
-CONVERT: dict[tuple[str, int], Callable[[Bytes], Matrix]] = {  # by kind and the type number in the descriptor
-    ("f16", 0): lambda raw: raw.view(np.float16).astype(np.float32),
-    ("f16", 1): lambda raw: bf16_to_f32(raw.view(np.uint16)),
-    ("f8f6f4", 0): lambda raw: E4M3[raw],
-    ("f8f6f4", 1): lambda raw: E5M2[raw],
+# By kind: bytes of an element in shared memory, and the operand types by their number in the instruction descriptor.
+EIGHT_BITS = {0: "e4m3", 1: "e5m2", 3: "e2m3_in_chunks", 4: "e3m2_in_chunks", 5: "e2m1_in_chunks"}
+KINDS: dict[str, tuple[int, dict[int, str]]] = {
+    "f16": (2, {0: "f16", 1: "bf16"}),
+    "tf32": (4, {2: "tf32"}),
+    "f8f6f4": (1, EIGHT_BITS),
+    "i8": (1, {0: "u8", 1: "s8"}),
+    "mxf8f6f4": (1, EIGHT_BITS),
+    "mxf4": (1, {1: "e2m1"}),
+    "mxf4nvf4": (1, {1: "e2m1"}),
 }
+ACCUMULATORS = {0: "f16", 1: "f32", 2: "s32"}
 
 
-class TensorMemory:
-    """The tensor memory of one CTA and which columns are allocated."""
-
-    def __init__(self) -> None:
-        self.words = np.full((LANES, COLUMNS), 0xFFFFFFFF, np.uint32)
-        self.allocated = np.zeros(COLUMNS, np.bool_)
-        self.queue: deque[Callable[[], None]] = deque()
-
-    def allocate(self, count: int) -> int | None:
-        """First of ``count`` free columns, aligned to their number; None while there are none."""
-        for first in range(0, COLUMNS, count):
-            if not self.allocated[first : first + count].any():
-                self.allocated[first : first + count] = True
-                return first
-        return None
-
-    def block(self, address: int, lanes: int, columns: int) -> npt.NDArray[np.uint32]:
-        """A view of this part, which must be allocated."""
-        lane, column = address >> 16, address & 0xFFFF
-        if lane + lanes > LANES or column + columns > COLUMNS:
-            raise KernelFault(f"tensor memory {address:#x}: {lanes} lanes of {columns} columns reach beyond the end")
-        if not self.allocated[column : column + columns].all():
-            raise KernelFault(f"tensor memory {address:#x}: not all of {columns} columns are allocated")
-        return self.words[lane : lane + lanes, column : column + columns]
-
-
-def tensor_memory(cta: Cta) -> TensorMemory:
-    if cta.tensor_memory is None:
-        cta.tensor_memory = TensorMemory()
-    memory: TensorMemory = cta.tensor_memory
-    return memory
-
-
-def _only_one_cta(instruction: Instruction) -> None:
-    if "cta_group::2" in instruction.parts:
-        raise ValueError("cta_group::2")
-
-
-@opcode("tcgen05.alloc")
-def _alloc(asm: Assembler, instruction: Instruction) -> Step:
-    _only_one_cta(instruction)
-    address = asm.address(instruction.operands[0])[0]
-    count = asm.source(instruction.operands[1], "u32")
-
-    def step(warp: Warp, mask: Mask) -> Any:
-        columns = of_lane(count(warp), first_lane(mask))
-        if columns < 32 or columns > COLUMNS or columns & (columns - 1):
-            raise KernelFault(f"tcgen05.alloc of {columns} columns: a power of two from 32 to {COLUMNS}")
-        first = tensor_memory(warp.cta).allocate(columns)
-        if first is None:
-            return warp.block(lambda: f"{instruction.text}: no {columns} free columns of tensor memory")
-        cta, offset = place_of(warp, int(address(warp)[first_lane(mask)]))
-        cta.check_shared(offset, 4)
-        cta.shared_words[4][offset // 4] = first
-        cta.grid.scheduler.version += 1
-        return None
-
-    return converged(step, all_members, instruction.text)
-
-
-@opcode("tcgen05.dealloc")
-def _dealloc(asm: Assembler, instruction: Instruction) -> Step:
-    _only_one_cta(instruction)
-    address, count = (asm.source(operand, "u32") for operand in instruction.operands)
-
-    def step(warp: Warp, mask: Mask) -> None:
-        lane = first_lane(mask)
-        first, columns = of_lane(address(warp), lane) & 0xFFFF, of_lane(count(warp), lane)
-        allocated = tensor_memory(warp.cta).allocated[first : first + columns]
-        if not allocated.all():
-            raise KernelFault(f"tcgen05.dealloc of columns {first} to {first + columns}, not all of them allocated")
-        allocated[:] = False
-        warp.cta.grid.scheduler.version += 1
-
-    return converged(step, all_members, instruction.text)
-
-
-NO_EFFECT = ("relinquish_alloc_permit", "fence::before_thread_sync", "fence::after_thread_sync", "wait::ld", "wait::st")
-
-
-@opcode(*(f"tcgen05.{name}" for name in NO_EFFECT))
-def _no_effect(asm: Assembler, instruction: Instruction) -> Step:
-    return lambda warp, mask: None
-
-
-# ----------------------------------------------------------------------------------------------------- loads and stores
-
-
-def _columns_per_register(instruction: Instruction) -> int:
-    match = re.match(r"tcgen05\.(?:ld|st)\.sync\.aligned\.32x32b\.x(\d+)\.b32$", instruction.opcode)
-    if match is None:
-        raise ValueError("shape")
-    return int(match[1])
-
-
-def _own_lanes(warp: Warp, address: int, columns: int) -> npt.NDArray[np.uint32]:
-    """A warp reaches the 32 lanes of its number modulo 4."""
-    if (address >> 16) // 32 != warp.index % 4:
-        raise KernelFault(
-            f"tensor memory {address:#x}: warp {warp.index} reaches lanes from {32 * (warp.index % 4)} only"
-        )
-    return tensor_memory(warp.cta).block(address, 32, columns)
-
-
-@opcode("tcgen05.ld")
-def _ld(asm: Assembler, instruction: Instruction) -> Step:
-    columns = _columns_per_register(instruction)
-    sinks = [asm.sink(name, "b32") for name in asm.vector(instruction.operands[0])]
-    address = asm.address(instruction.operands[1])[0]
-    if len(sinks) != columns:
-        raise ValueError("registers")
-
-    def step(warp: Warp, mask: Mask) -> None:
-        block = _own_lanes(warp, int(address(warp)[0]), columns)
-        for column, sink in enumerate(sinks):
-            sink(warp, block[:, column], mask)
-
-    return converged(step, all_members, instruction.text)
-
-
-@opcode("tcgen05.st")
-def _st(asm: Assembler, instruction: Instruction) -> Step:
-    columns = _columns_per_register(instruction)
-    address = asm.address(instruction.operands[0])[0]
-    sources = [asm.source(name, "b32") for name in asm.vector(instruction.operands[1])]
-    if len(sources) != columns:
-        raise ValueError("registers")
-
-    def step(warp: Warp, mask: Mask) -> None:
-        block = _own_lanes(warp, int(address(warp)[0]), columns)
-        for column, source in enumerate(sources):
-            block[:, column] = source(warp)
-
-    return converged(step, all_members, instruction.text)
-
-
-# ---------------------------------------------------------------------------------------------------- matrix operations
+def ctas_of(warp: Warp, group: int) -> list[Cta]:
+    return [warp.cta] if group == 1 else pair_of(warp.cta)
 
 
 def _enqueue(warp: Warp, text: str, operation: Callable[[], None]) -> None:
@@ -209,103 +62,284 @@ def _enqueue(warp: Warp, text: str, operation: Callable[[], None]) -> None:
 
 @opcode("tcgen05.commit")
 def _commit(asm: Assembler, instruction: Instruction) -> Step:
-    _only_one_cta(instruction)
-    if "multicast::cluster" in instruction.opcode:
-        raise ValueError("multicast")
+    """[barrier] {, mask}: one arrival behind all that this thread has issued; with a mask, in each of those CTAs."""
+    group_size(asm, instruction)
     address = asm.address(instruction.operands[0])[0]
+    multicast = asm.source(instruction.operands[1], "u16") if "multicast::cluster" in instruction.opcode else None
 
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
             cta, offset = place_of(warp, int(address(warp)[lane]))
-            _enqueue(warp, instruction.text, _arrival(cta, offset))
+            ctas = [cta]
+            if multicast is not None:
+                chosen = of_lane(multicast(warp), lane)
+                ctas = [warp.cta.peer(rank) for rank in range(16) if chosen >> rank & 1]
+            _enqueue(warp, instruction.text, _arrivals(ctas, offset))
 
     return step
 
 
-def _arrival(cta: Cta, offset: int) -> Callable[[], None]:
-    return lambda: update_barrier(cta, offset, 1, 0)
+def _arrivals(ctas: list[Cta], offset: int) -> Callable[[], None]:
+    def arrive() -> None:
+        for cta in ctas:
+            update_barrier(cta, offset, 1, 0)
+
+    return arrive
 
 
-@lru_cache(maxsize=1024)
-def _offsets(
-    phase: int, leading: int, stride: int, swizzle: int, rows: int, size: int, mn_major: bool
-) -> npt.NDArray[np.int64]:
-    """(rows, elements of 32 bytes) byte offsets of an operand of ``size``-byte elements that starts at ``phase``."""
-    row, k = np.arange(rows)[:, None], np.arange(K_BYTES // size)[None, :]
-    if mn_major:
-        if not swizzle:
-            raise KernelFault("tcgen05: an MN-major operand without a swizzle is not known to the virtual GPU")
-        width = swizzle // size
-        offsets = phase + row // width * leading + k // 8 * stride + k % 8 * swizzle + row % width * size
-    elif swizzle:
-        offsets = phase + row // 8 * stride + row % 8 * swizzle + size * k
-    else:
-        offsets = phase + row // 8 * stride + row % 8 * 16 + size * k // 16 * leading + size * k % 16
-    mask = {0: 0, 32: 1, 64: 3, 128: 7}[swizzle]
-    swizzled: npt.NDArray[np.int64] = offsets ^ ((offsets >> 7 & mask) << 4)
-    return swizzled
+# --------------------------------------------------------------------------------------------------- instruction forms
 
 
-def _operand(cta: Cta, descriptor: int, rows: int, kind: str, number: int, mn_major: bool) -> Matrix:
-    if (kind, number) not in CONVERT or descriptor >> 61 not in SWIZZLE_BYTES or descriptor >> 49 & 15:
-        raise KernelFault(f"tcgen05.mma: type {number} or descriptor {descriptor:#x} is not known to the virtual GPU")
-    size = 2 if kind == "f16" else 1
-    start, leading, stride = ((descriptor >> low & 0x3FFF) << 4 for low in (0, 16, 32))
-    phase = start % PERIOD
-    offsets = _offsets(phase, leading, stride, SWIZZLE_BYTES[descriptor >> 61], rows, size, mn_major)
-    base = start - phase
-    cta.check_shared(base + int(offsets.min()), size)
-    cta.check_shared(base + int(offsets.max()), size)
-    return CONVERT[kind, number](cta.shared_words[size][(offsets + base) // size])
+@dataclass(frozen=True)
+class Form:
+    """An instruction descriptor of one kind, taken apart."""
+
+    kind: str
+    m: int
+    n: int
+    a_type: str
+    b_type: str
+    accumulator: str
+    negative: bool
+    a_mn_major: bool
+    b_mn_major: bool
+    scale_type: str
+    a_scale_byte: int
+    b_scale_byte: int
+
+    @classmethod
+    def decode(cls, bits: int, kind: str, scaled: bool, group: int) -> Form:
+        _, types = KINDS[kind]
+        unknown = KernelFault(
+            f"tcgen05.mma: instruction descriptor {bits:#x} is not known to the virtual GPU for kind::{kind} and "
+            f"cta_group::{group}: it knows dense operands, M of {64 * group} or {128 * group}, N from 8 to 256"
+        )
+        a, b = bits >> 7 & 7, bits >> 10 & 7
+        m = (bits >> 27 & 3) << 7 if scaled else (bits >> 24 & 31) << 4
+        n = (bits >> 17 & 63) << 3
+        number = 1 if scaled else bits >> 4 & 3
+        if bits >> 2 & 1 or a not in types or b not in types or number not in ACCUMULATORS:
+            raise unknown
+        if m not in (64 * group, 128 * group) or not 8 <= n <= 256 or n % (8 * group):
+            raise unknown
+        if (ACCUMULATORS[number] == "s32") != (kind == "i8") or (scaled and bits >> 31):
+            raise unknown
+        return cls(
+            kind=kind,
+            m=m,
+            n=n,
+            a_type=types[a],
+            b_type=types[b],
+            accumulator=ACCUMULATORS[number],
+            negative=bool((bits >> 13 ^ bits >> 14) & 1),
+            a_mn_major=bool(bits >> 15 & 1),
+            b_mn_major=bool(bits >> 16 & 1),
+            scale_type="ue8m0" if bits >> 23 & 1 else "ue4m3",
+            a_scale_byte=bits >> 29 & 3,
+            b_scale_byte=bits >> 4 & 3,
+        )
 
 
-def multiply(cta: Cta, target: int, a: int, b: int, kind: str, descriptor: int, accumulate: bool) -> None:
-    """One tcgen05.mma with both operands in shared memory and single precision sums."""
-    m, n = (descriptor >> 24 & 31) << 4, (descriptor >> 17 & 63) << 3
-    if descriptor & 0xF or descriptor >> 4 & 3 != 1 or m not in (64, 128):
-        raise KernelFault(f"tcgen05.mma: instruction descriptor {descriptor:#x} is not known to the virtual GPU")
-    left = _operand(cta, a, m, kind, descriptor >> 7 & 7, bool(descriptor >> 15 & 1))
-    right = _operand(cta, b, n, kind, descriptor >> 10 & 7, bool(descriptor >> 16 & 1))
-    sign = np.float32(-1 if (descriptor >> 13 ^ descriptor >> 14) & 1 else 1)
-    product = sign * (left @ right.T)
-    block = tensor_memory(cta).block(target, LANES, n).view(np.float32)
-    # 64 rows use the first half of each group of 32 lanes.
-    lanes = np.arange(m) if m == LANES else np.arange(m) // 16 * 32 + np.arange(m) % 16
-    block[lanes] = block[lanes] + product if accumulate else product
+@dataclass(frozen=True)
+class Product:
+    """One tcgen05.mma with the values that its operands had."""
+
+    ctas: list[Cta]
+    form: Form
+    target: int  # D in tensor memory
+    a: int  # descriptor, or address in tensor memory
+    a_in_tensor_memory: bool
+    b: int
+    accumulate: bool
+    halvings: int  # of D before it is added to
+    disabled: list[int]  # masks of lanes of D that stay as they are, 32 lanes each
+    scales: tuple[int, int] | None  # addresses of the scales of A and B
+    block: int  # elements of K that share a scale
+
+    def execute(self) -> None:
+        form, group = self.form, len(self.ctas)
+        size, _ = KINDS[form.kind]
+        place = SmemDescriptor.of_tcgen05(self.b)
+        b = np.concatenate(
+            [
+                TO_F32[form.b_type](read_operand(cta, place, form.n // group, size, mn_major=form.b_mn_major))
+                for cta in self.ctas
+            ]
+        )
+        rows = form.m // group
+        for number, cta in enumerate(self.ctas):
+            # (lanes, columns): where the rows lie, and which columns of D each of these parts has.
+            right = b
+            if self.scales is not None:
+                right = b * self._scales(cta, self.scales[1], form.n, form.b_scale_byte, b.shape[1])
+            for lanes, first, last in _parts(form, group):
+                a = self._a(cta, rows, lanes)
+                if self.scales is not None:
+                    a = a * self._scales(cta, self.scales[0], rows, form.a_scale_byte, a.shape[1])
+                product = a @ right[first:last].T
+                self._add(cta, -product if form.negative else product, lanes, number)
+
+    def _a(self, cta: Cta, rows: int, lanes: npt.NDArray[np.int64]) -> Matrix:
+        form = self.form
+        if self.a_in_tensor_memory:
+            cells = tensor_memory(cta).block(self.a & 0xFFFF, LANES, K_BYTES // 4)
+            return TO_F32[form.a_type](np.ascontiguousarray(cells[(self.a >> 16) + lanes]).view(np.uint8))
+        size, _ = KINDS[form.kind]
+        place = SmemDescriptor.of_tcgen05(self.a)
+        return TO_F32[form.a_type](read_operand(cta, place, rows, size, mn_major=form.a_mn_major))
+
+    def _scales(self, cta: Cta, address: int, rows: int, byte: int, depth: int) -> Matrix:
+        """(rows, depth): row m has four scales, of consecutive blocks, in lane m % 32, column m // 32."""
+        count = depth // self.block
+        cells = tensor_memory(cta).block(address & 0xFFFF, 32, -(-rows // 32))
+        row = np.arange(rows)
+        codes = np.ascontiguousarray(cells[row % 32, row // 32]).view(np.uint8).reshape(rows, 4)
+        if byte + count > 4:
+            raise KernelFault(f"tcgen05.mma: {count} scales from byte {byte} on: a cell has 4")
+        return np.repeat(VALUES[self.form.scale_type][codes[:, byte : byte + count]], self.block, axis=1)
+
+    def _add(self, cta: Cta, product: Matrix, lanes: npt.NDArray[np.int64], number: int) -> None:
+        """Into the tensor memory of one CTA, the ``number``-th of its group."""
+        block = tensor_memory(cta).block(self.target & 0xFFFF, LANES, product.shape[1])
+        lanes = (self.target >> 16) + lanes
+        if lanes.max() >= LANES:
+            raise KernelFault(f"tcgen05.mma: accumulator at tensor memory {self.target:#x} reaches beyond lane {LANES}")
+        kept = product
+        if self.disabled:
+            words = self.disabled[4 * number : 4 * number + 4]
+            enabled = np.array([not words[lane // 32] >> (lane % 32) & 1 for lane in lanes])
+            lanes, kept = lanes[enabled], product[enabled]
+        if self.form.accumulator == "s32":
+            sums = block.view(np.int32)
+            whole = np.rint(kept).astype(np.int32)
+            sums[lanes] = sums[lanes] + whole if self.accumulate else whole
+            return
+        if self.form.accumulator == "f16":  # in the lower half of a cell
+            halves = block.view(np.float16)[:, ::2]
+            before = halves[lanes].astype(np.float32)
+            block[lanes] = self._sum(before, kept).astype(np.float16).view(np.uint16)
+            return
+        floats = block.view(np.float32)
+        floats[lanes] = self._sum(floats[lanes], kept)
+
+    def _sum(self, before: Matrix, product: Matrix) -> Matrix:
+        if not self.accumulate:
+            return product
+        return before * np.float32(2.0**-self.halvings) + product if self.halvings else before + product
+
+
+def _parts(form: Form, group: int) -> list[tuple[npt.NDArray[np.int64], int, int]]:
+    """Lanes of the rows of D in one CTA, and the columns of D that lie there."""
+    rows = form.m // group
+    if rows == LANES:
+        return [(np.arange(LANES), 0, form.n)]
+    row = np.arange(rows)
+    if group == 1:  # 64 rows use the first half of each group of 32 lanes
+        return [(row // 16 * 32 + row % 16, 0, form.n)]
+    return [(row, 0, form.n // 2), (LANES // 2 + row, form.n // 2, form.n)]
+
+
+MMA = re.compile(
+    r"tcgen05\.mma\.cta_group::[12]\.kind::(?P<kind>\w+)"
+    r"(?P<scaled>\.block_scale)?(?:\.scale_vec::(?P<vector>[124])X|\.block(?P<block>16|32))?"
+    r"(?:\.collector::[ab]::(?:discard|lastuse|fill|use))*$"
+)
 
 
 @opcode("tcgen05.mma")
 def _mma(asm: Assembler, instruction: Instruction) -> Step:
-    """[accumulator], A, B, instruction descriptor {, disabled lanes}, accumulate"""
-    _only_one_cta(instruction)
-    match = re.match(
-        r"tcgen05\.mma\.cta_group::1\.kind::(f16|f8f6f4)(\.collector::a::(discard|lastuse|fill|use))?$",
-        instruction.opcode,
-    )
-    operands = instruction.operands
-    if match is None or operands[1].startswith("["):
+    """[D], A, B, instruction descriptor {, masks of disabled lanes}, accumulate {, halvings}
+    [D], A, B, instruction descriptor, [scales of A], [scales of B], accumulate        with block_scale
+    """
+    group = group_size(asm, instruction)
+    match = MMA.match(instruction.opcode)
+    if match is None or match["kind"] not in KINDS or match["kind"].startswith("mx") != bool(match["scaled"]):
         raise ValueError("form")
-    kind = match[1]
+    kind, scaled = match["kind"], bool(match["scaled"])
+    operands = list(instruction.operands)
     target = asm.address(operands[0])[0]
-    a, b = asm.source(operands[1], "u64"), asm.source(operands[2], "u64")
-    descriptor, accumulate = asm.source(operands[3], "u32"), asm.source(operands[-1], "pred")
-    masks = [asm.source(name, "u32") for name in asm.vector(operands[4])] if operands[4].startswith("{") else []
+    a_in_tensor_memory = operands[1].startswith("[")
+    a = asm.address(operands[1])[0] if a_in_tensor_memory else asm.source(operands[1], "u64")
+    b, descriptor = asm.source(operands[2], "u64"), asm.source(operands[3], "u32")
+    rest = operands[4:]
+    scale_addresses = [asm.address(rest.pop(0))[0] for _ in range(2)] if scaled else []
+    masks = [asm.source(name, "u32") for name in asm.vector(rest.pop(0))] if rest[0].startswith("{") else []
+    accumulate = asm.source(rest.pop(0), "pred")
+    halvings = int(rest.pop(0), 0) if rest else 0
+    if rest or (masks and len(masks) != 4 * group):
+        raise ValueError("operands")
 
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
-            if any(of_lane(disabled(warp), lane) for disabled in masks):
-                raise KernelFault("tcgen05.mma: disabled lanes are not known to the virtual GPU")
-            values = (int(target(warp)[lane]), of_lane(a(warp), lane), of_lane(b(warp), lane))
-            _enqueue(
-                warp,
-                instruction.text,
-                _multiplication(
-                    warp.cta, *values, kind, of_lane(descriptor(warp), lane), bool(of_lane(accumulate(warp), lane))
-                ),
+            form = Form.decode(of_lane(descriptor(warp), lane), kind, scaled, group)
+            disabled = [of_lane(words(warp), lane) for words in masks]
+            product = Product(
+                ctas=ctas_of(warp, group),
+                form=form,
+                target=int(target(warp)[lane]),
+                a=of_lane(a(warp), lane),
+                a_in_tensor_memory=a_in_tensor_memory,
+                b=of_lane(b(warp), lane),
+                accumulate=bool(of_lane(accumulate(warp), lane)),
+                halvings=halvings,
+                disabled=disabled if any(disabled) else [],
+                scales=_scale_places(warp, lane, scale_addresses) if scaled else None,
+                block=_block_size(match, kind),
             )
+            _enqueue(warp, instruction.text, product.execute)
 
     return step
 
 
-def _multiplication(cta: Cta, *values: Any) -> Callable[[], None]:
-    return lambda: multiply(cta, *values)
+def _scale_places(warp: Warp, lane: int, addresses: list[Source]) -> tuple[int, int]:
+    a, b = (int(address(warp)[lane]) for address in addresses)
+    return a, b
+
+
+def _block_size(match: re.Match[str], kind: str) -> int:
+    """Elements of K that share a scale."""
+    if match["block"]:
+        return int(match["block"])
+    depth = 32 if kind == "mxf8f6f4" else 64
+    usual = {"mxf8f6f4": 1, "mxf4": 2, "mxf4nvf4": 4}.get(kind, 1)
+    return depth // int(match["vector"] or usual)
+
+
+# ---------------------------------------------------------------------------------------------- shared memory to cells
+
+# By shape: rows, bytes of a row, and the first lanes of each copy of these rows (or, of halves: of each half).
+COPIES: dict[str, tuple[int, int, list[list[int]]]] = {
+    "128x256b": (128, 32, [[0, 32, 64, 96]]),
+    "128x128b": (128, 16, [[0, 32, 64, 96]]),
+    "64x128b.warpx2::02_13": (64, 16, [[0, 32], [64, 96]]),
+    "64x128b.warpx2::01_23": (64, 16, [[0, 64], [32, 96]]),
+    "32x128b.warpx4": (32, 16, [[0], [32], [64], [96]]),
+}
+
+
+@opcode("tcgen05.cp")
+def _cp(asm: Assembler, instruction: Instruction) -> Step:
+    """[to], descriptor: rows of shared memory to lanes; of a pair, in each CTA from its own to its own."""
+    group = group_size(asm, instruction)
+    shape = ".".join(instruction.parts[3:])
+    rows, row_bytes, copies = COPIES[shape]
+    address = asm.address(instruction.operands[0])[0]
+    descriptor = asm.source(instruction.operands[1], "u64")
+
+    def step(warp: Warp, mask: Mask) -> None:
+        for lane in lanes_of(mask):
+            to, bits = int(address(warp)[lane]), of_lane(descriptor(warp), lane)
+            ctas = ctas_of(warp, group)
+
+            def copy(ctas: list[Cta] = ctas, to: int = to, bits: int = bits) -> None:
+                place = SmemDescriptor.of_tcgen05(bits)
+                for cta in ctas:
+                    words = read_operand(cta, place, rows, row_bytes, row_bytes=row_bytes).view(np.uint32)
+                    block = tensor_memory(cta).block(to & 0xFFFF, LANES, row_bytes // 4)
+                    for firsts in copies:
+                        for number, first in enumerate(firsts):
+                            block[first : first + 32] = words[32 * number : 32 * number + 32]
+
+            _enqueue(warp, instruction.text, copy)
+
+    return step

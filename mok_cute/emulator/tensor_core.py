@@ -10,30 +10,22 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from mok_cute.emulator.convert import bf16_to_f32
 from mok_cute.emulator.decode import Instruction
 from mok_cute.emulator.execute import Assembler, KernelFault, Mask, Step, of_lane, opcode
 from mok_cute.emulator.load_store import read, write
+from mok_cute.emulator.matrix_operand import SmemDescriptor, read_operand
+from mok_cute.emulator.number_formats import TO_F32
 from mok_cute.emulator.synchronize import all_members, converged
 
 if TYPE_CHECKING:
-    from mok_cute.emulator.device import Cta, Warp
+    from mok_cute.emulator.device import Warp
 
 Matrix = npt.NDArray[np.float32]
-Offsets = npt.NDArray[np.int64]
-K_BYTES = 32  # of an operand row in one instruction
-PERIOD = 1024  # bytes after which every swizzle repeats
-SWIZZLE_BYTES = (0, 128, 64, 32)  # by the number in a wgmma descriptor
-
-TO_F32: dict[str, Callable[[Any], Matrix]] = {
-    "bf16": lambda raw: bf16_to_f32(raw.view(np.uint16)),
-    "f16": lambda raw: raw.view(np.float16).astype(np.float32),
-}
 
 
 @dataclass
@@ -42,51 +34,6 @@ class MatrixGroups:
 
     open: list[Callable[[], None]] = field(default_factory=list)
     committed: list[list[Callable[[], None]]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class SmemDescriptor:
-    """Where an operand lies in shared memory; all in bytes."""
-
-    start: int
-    leading: int
-    stride: int
-    swizzle: int
-
-    @classmethod
-    def decode(cls, bits: int) -> SmemDescriptor:
-        if bits >> 49 & 7:
-            raise KernelFault(f"wgmma descriptor {bits:#x}: a base offset is not known to the virtual GPU")
-        start, leading, stride = ((bits >> low & 0x3FFF) << 4 for low in (0, 16, 32))
-        return cls(start, leading, stride, SWIZZLE_BYTES[bits >> 62])
-
-
-@lru_cache(maxsize=1024)
-def _offsets(phase: int, leading: int, stride: int, swizzle: int, rows: int, mn_major: bool) -> Offsets:
-    """(rows, 16) byte offsets of the 16-bit elements of an operand that starts at ``phase``."""
-    row, k = np.arange(rows)[:, None], np.arange(K_BYTES // 2)[None, :]
-    if mn_major:
-        if not swizzle:
-            raise KernelFault("wgmma: an MN-major operand without a swizzle is not known to the virtual GPU")
-        width = swizzle // 2
-        offsets = phase + row // width * leading + k // 8 * stride + k % 8 * swizzle + row % width * 2
-    elif swizzle:
-        offsets = phase + row // 8 * stride + row % 8 * swizzle + 2 * k
-    else:
-        offsets = phase + row // 8 * stride + row % 8 * 16 + k // 8 * leading + k % 8 * 2
-    mask = {0: 0, 32: 1, 64: 3, 128: 7}[swizzle]
-    swizzled: Offsets = offsets ^ ((offsets >> 7 & mask) << 4)
-    return swizzled
-
-
-def read_operand(cta: Cta, descriptor: SmemDescriptor, rows: int, kind: str, mn_major: bool, skip: int = 0) -> Matrix:
-    """(rows, 16): ``rows`` rows of the operand, beginning with row ``skip``, in single precision."""
-    phase = descriptor.start % PERIOD
-    offsets = _offsets(phase, descriptor.leading, descriptor.stride, descriptor.swizzle, rows + skip, mn_major)[skip:]
-    base = descriptor.start - phase
-    cta.check_shared(base + int(offsets.min()), 2)
-    cta.check_shared(base + int(offsets.max()), 2)
-    return TO_F32[kind](cta.shared_words[2][(offsets + base) // 2])
 
 
 @lru_cache
@@ -126,17 +73,18 @@ def _wgmma(asm: Assembler, instruction: Instruction) -> Step:
         if mask is not None:
             raise KernelFault("wgmma in a part of a warp")
         scale = accumulates(warp)
-        b_place = SmemDescriptor.decode(of_lane(b_bits(warp), 0))
-        a_place = None if a_bits is None else SmemDescriptor.decode(of_lane(a_bits(warp), 0))
+        b_place = SmemDescriptor.of_wgmma(of_lane(b_bits(warp), 0))
+        a_place = None if a_bits is None else SmemDescriptor.of_wgmma(of_lane(a_bits(warp), 0))
         rows_in_bank = [warp.rows[register] for register in registers]
 
         def multiply() -> None:
             if a_place is not None:
-                a = read_operand(warp.cta, a_place, 16, kind, a_mn, skip=16 * (warp.index % 4))
+                a = TO_F32[kind](read_operand(warp.cta, a_place, 16, 2, mn_major=a_mn, skip=16 * (warp.index % 4)))
             else:
                 assert a_registers is not None
                 a = _a_from_registers(warp, a_registers, kind)
-            product = sign * (a @ read_operand(warp.cta, b_place, n, kind, b_mn).T)
+            b = TO_F32[kind](read_operand(warp.cta, b_place, n, 2, mn_major=b_mn))
+            product = sign * (a @ b.T)
             values = product[row, column]
             bank = warp.banks[4].view(np.float32)
             bank[rows_in_bank] = bank[rows_in_bank] + values if scale else values

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mok_cute.emulator import driver_answers
 from mok_cute.emulator.dsl_patches import replace_attribute
 from mok_cute.emulator.virtual_device import VirtualDevice
 
@@ -53,6 +54,7 @@ def _on_host(value: Any) -> Any:
 def enter(device: VirtualDevice) -> ExitStack:
     """Closing what is returned gives torch back its own answers."""
     undo = ExitStack()
+    driver_answers.install(undo, device)
     for name, answer in _answers(device).items():
         replace_attribute(undo, torch.cuda, name, answer)
     export = torch.Tensor.__dlpack__

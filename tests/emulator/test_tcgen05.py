@@ -7,7 +7,7 @@ from microkernel import run_kernel
 
 from mok_cute.emulator.device import Deadlock
 from mok_cute.emulator.execute import KernelFault
-from mok_cute.emulator.tcgen05 import E4M3, E5M2
+from mok_cute.emulator.number_formats import E4M3, E5M2
 
 pytestmark = pytest.mark.emulated
 
@@ -160,7 +160,7 @@ def test_misuse_of_tensor_memory_is_a_fault(body, words):
 
 def test_allocation_waits_for_columns_that_never_come():
     body = (
-        PROLOGUE
+        PROLOGUE.replace("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;", "")
         + """setp.ge.u32 %p2, %t, 32; @%p2 bra OUT;
     tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r249+8], 512; OUT:"""
     )
