@@ -19,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 # Imported for their opcodes.
-from mok_cute.emulator import async_copy, convert, load_store, synchronize, tcgen05, tensor_core  # noqa: F401
+from mok_cute.emulator import (  # noqa: F401
+    async_copy,
+    cluster_launch,
+    convert,
+    load_store,
+    synchronize,
+    tcgen05,
+    tensor_core,
+)
 from mok_cute.emulator.decode import Kernel
 from mok_cute.emulator.execute import (
     BLOCKED,
@@ -123,7 +131,7 @@ class Warp:
             self.rows.append(sizes[size])
             sizes[size] += 1
         for size, count in sizes.items():
-            self.banks[size] = np.zeros((count, 32), np.dtype(f"u{size}") if size else np.bool_)
+            self.banks[size] = np.zeros((count, 32), WORDS[size] if size else np.bool_)
         views = {size: self._views(bank, size) for size, bank in self.banks.items()}
         where = [(0 if dtype == np.bool_ else dtype.itemsize, row) for dtype, row in zip(types, self.rows, strict=True)]
         # Views of every register: as unsigned (predicates: bool), signed and float.
@@ -145,7 +153,7 @@ class Warp:
 
     @staticmethod
     def _views(bank: npt.NDArray[Any], size: int) -> tuple[list[Any], list[Any], list[Any]]:
-        if not size:
+        if size in (0, 16):  # predicates, and 128 bits that are only moved
             return list(bank), list(bank), list(bank)
         floats = bank.view(f"f{size}") if size > 1 else bank
         return list(bank), list(bank.view(f"i{size}")), list(floats)
@@ -281,6 +289,7 @@ class Cta:
         self.shared = np.full(-(-self.shared_end // 16) * 16, 0xFF, np.uint8)
         self.shared_words = {size: self.shared.view(kind) for size, kind in WORDS.items()}
         self.tensor_memory: tcgen05.TensorMemory | None = None  # made on first use
+        self.saw_refusal = False  # of cluster launch control
         self._barriers: dict[int, Barrier] = {}
         threads = int(np.prod(grid.extents["ntid"]))
         self.warps = [Warp(self, number, threads) for number in range(-(-threads // 32))]
@@ -399,6 +408,10 @@ class Grid:
         while self._pending and len(self._free_sms) >= size:
             sms, self._free_sms = self._free_sms[:size], self._free_sms[size:]
             self.clusters.append(Cluster(self, self._pending.popleft(), sms))
+
+    def cancel_next(self) -> Extent | None:
+        """Take the next pending cluster away from the queue: its first CTA."""
+        return self._pending.popleft() if self._pending else None
 
     def retire(self) -> None:
         """Free the SMs of clusters all of whose warps have exited."""

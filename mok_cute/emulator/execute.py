@@ -43,6 +43,7 @@ TYPES: dict[str, Any] = {
     "bf16": np.dtype("u2"),
     **{name: np.dtype("u4") for name in ("f16x2", "bf16x2")},
     "f32x2": np.dtype("u8"),
+    "b128": np.dtype("V16"),  # only moved
     "pred": np.dtype("?"),
 }
 
@@ -215,7 +216,7 @@ class Assembler:
             return lambda warp, value, mask: None
         index, dtype = self.registers[operand], TYPES[kind]
         held = self.types[index]
-        bank = "u" if dtype.kind in "ub" or held == np.bool_ else {"i": "s", "f": "f"}[dtype.kind]
+        bank = "u" if dtype.kind in "ubV" or held == np.bool_ else {"i": "s", "f": "f"}[dtype.kind]
         if dtype.kind == "f" and dtype.itemsize != held.itemsize:
             bits = np.dtype(f"u{dtype.itemsize}")
 
@@ -714,6 +715,13 @@ def _pack(asm: Assembler, to: str, elements: list[str], kind: str) -> Step:
     bits = int(kind[1:]) // len(elements)
     write, dtype = asm.sink(to, kind), TYPES[kind]
     reads = [asm.source(element, f"b{bits}") for element in elements]
+    if kind == "b128":
+
+        def join(warp: Warp, mask: Mask) -> None:
+            parts = np.stack([np.broadcast_to(read(warp), 32) for read in reads], axis=1)
+            write(warp, np.ascontiguousarray(parts).view(dtype).reshape(32), mask)
+
+        return join
 
     def step(warp: Warp, mask: Mask) -> None:
         total = np.zeros(32, dtype)
@@ -728,6 +736,15 @@ def _unpack(asm: Assembler, elements: list[str], origin: str, kind: str) -> Step
     bits = int(kind[1:]) // len(elements)
     read, dtype, small = asm.source(origin, kind), TYPES[kind], TYPES[f"b{bits}"]
     writes = [asm.sink(element, f"b{bits}") for element in elements]
+
+    if kind == "b128":
+
+        def split(warp: Warp, mask: Mask) -> None:
+            parts = np.array(read(warp)).view(small).reshape(32, len(writes))
+            for position, write in enumerate(writes):
+                write(warp, parts[:, position], mask)
+
+        return split
 
     def step(warp: Warp, mask: Mask) -> None:
         value = np.array(read(warp))  # a copy: the source may be among the destinations
