@@ -43,7 +43,7 @@ def _try_cancel(asm: Assembler, instruction: Instruction) -> Step:
                 raise KernelFault(f"clusterlaunchcontrol.try_cancel: {offset:#x} is not a multiple of {NUM_BYTES}")
             if to.saw_refusal:
                 raise KernelFault(
-                    "clusterlaunchcontrol.try_cancel after this CTA saw an earlier one fail: undefined; stop asking then"
+                    "clusterlaunchcontrol.try_cancel after this CTA saw one fail is undefined; stop asking then"
                 )
             ctas = to.cluster.ctas if everywhere else [to]
             _post(warp, instruction.text, ctas, offset, barrier_offset)

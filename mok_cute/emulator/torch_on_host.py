@@ -8,31 +8,67 @@ does on a machine without a GPU.
 from __future__ import annotations
 
 import ctypes
+import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from mok_cute.emulator import driver_answers
+from mok_cute.emulator.driver import device_attributes
 from mok_cute.emulator.dsl_patches import replace_attribute
 from mok_cute.emulator.virtual_device import VirtualDevice
 
 DLPACK_CUDA = 2  # the device type of DLPack
 VERSIONED_BYTES = 32  # before the tensor in a capsule of the versioned kind: version, context, deleter, flags
 DEVICE_OFFSET = 8  # of device type and number inside the tensor
+MAX_SMEM_OPT_IN, SMEM_OF_AN_SM = 97, 81  # device attributes
 
 
 class _Stream:
-    """The one stream of torch on the virtual device."""
+    """A stream of torch on the virtual device. Handle 0 is the default one."""
 
-    cuda_stream = 0
-
-    def __init__(self, device: VirtualDevice) -> None:
-        self._device = device
+    def __init__(self, device: VirtualDevice, handle: int = 0) -> None:
+        self._device, self.cuda_stream = device, handle
 
     def synchronize(self) -> None:
         self._device.synchronize()
+
+    def wait_stream(self, other: _Stream) -> None:
+        self._device.streams.wait(self.cuda_stream, other.cuda_stream)
+
+
+class _Event:
+    """A moment of the host at which everything that was launched before it had run."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device, self._time_ns = device, 0
+
+    def record(self, *stream: Any) -> None:
+        self._device.synchronize()
+        self._time_ns = time.perf_counter_ns()
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds."""
+        return (end._time_ns - self._time_ns) / 1e6
+
+
+@dataclass(frozen=True)
+class _Properties:
+    """What torch.cuda.get_device_properties gives of the virtual device."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    shared_memory_per_block_optin: int
+    shared_memory_per_multiprocessor: int
+    warp_size: int = 32
 
 
 class _CudaMeansHost(TorchFunctionMode):
@@ -74,25 +110,46 @@ def enter(device: VirtualDevice) -> ExitStack:
 
 
 def _answers(device: VirtualDevice) -> dict[str, Any]:
-    stream = _Stream(device)
+    current = [_Stream(device)]
+    default = current[0]
+    attributes = device_attributes(device.arch, device.num_sms)
+    properties = _Properties(
+        str(device), *device.arch.capability, device.num_sms, attributes[MAX_SMEM_OPT_IN], attributes[SMEM_OF_AN_SM]
+    )
 
     @contextmanager
     def on_device(*args: Any) -> Any:
         yield
 
+    @contextmanager
+    def on_stream(stream: Any) -> Any:
+        current.append(stream)
+        try:
+            yield
+        finally:
+            current.pop()
+
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "init": lambda: None,
+        "_lazy_init": lambda: None,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda index: None,
         "device": on_device,
-        "current_stream": lambda *args: stream,
-        "default_stream": lambda *args: stream,
+        "Stream": lambda *args, **kwargs: _Stream(device, device.new_stream()),
+        "stream": on_stream,
+        "current_stream": lambda *args: current[-1],
+        "default_stream": lambda *args: default,
+        "Event": lambda *args, **kwargs: _Event(device),
+        "is_current_stream_capturing": lambda: False,
         "synchronize": lambda *args: device.synchronize(),
         "get_device_capability": lambda *args: device.arch.capability,
         "get_device_name": lambda *args: str(device),
+        "get_device_properties": lambda *args: properties,
+        "manual_seed": lambda seed: None,  # tensors are made on the CPU, with its generator
+        "manual_seed_all": lambda seed: None,
         "empty_cache": lambda: None,
     }
 
