@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mok_cute.arch import get as get_arch
+from mok_cute.emulator import dsl_patches
 from mok_cute.errors import CompileError, MokError
 from mok_cute.figures import KernelFigures, kernel_figures
 from mok_cute.settings import Settings
@@ -44,7 +45,8 @@ Build = Callable[[Path], Any]
 
 # The compiler of the DSL crashes when two threads compile at once. The memo below is guarded by the same lock.
 _COMPILER_LOCK = threading.RLock()
-_MEMO: dict[tuple[str, str | None], LoadedKernels] = {}
+# Functions launch for good where they did when they were loaded: on CUDA, or (True) on the virtual GPU.
+_MEMO: dict[tuple[str, str | None, bool], LoadedKernels] = {}
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def get_or_build(inputs: dict[str, Any], arch: str, functions: dict[str, Build],
     key = _hash(identity)
     with _COMPILER_LOCK:
         root = cache_directory(settings) if settings.cache else None
-        memo = (key, None if root is None else str(root))
+        memo = (key, None if root is None else str(root), dsl_patches.is_installed())
         if memo in _MEMO:
             return replace(_MEMO[memo], cached=True)
         if root is None:
@@ -374,7 +376,8 @@ def clear(settings: Settings, keys: Iterable[str] | None = None) -> int:
         with _COMPILER_LOCK, _lock(root, path.name):
             if path.exists():
                 _remove(path)
-            _MEMO.pop((path.name, str(root)), None)
+            for is_virtual in (False, True):
+                _MEMO.pop((path.name, str(root), is_virtual), None)
     return len(paths)
 
 

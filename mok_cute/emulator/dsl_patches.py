@@ -73,6 +73,7 @@ def probe() -> dict[str, Any]:
 
 def install(shim: Path, on_module: OnModule, *, arch: str, num_sms: int) -> ExitStack:
     """Make every launch of host code loaded from now on come to ``shim``; closing what is returned undoes it."""
+    global _installed
     found = probe()
     undo = ExitStack()
     _use_library(undo, found, shim)
@@ -80,7 +81,22 @@ def install(shim: Path, on_module: OnModule, *, arch: str, num_sms: int) -> Exit
     _answer_for_the_driver(undo, found, num_sms)
     for dsl in found["objects"]:
         replace_attribute(undo, dsl.envar, "_arch", arch)
+    undo.callback(_end)
+    _installed = True
     return undo
+
+
+def is_installed() -> bool:
+    """Whether host code that is loaded now launches on the virtual GPU. It does so for good."""
+    return _installed
+
+
+_installed = False
+
+
+def _end() -> None:
+    global _installed
+    _installed = False
 
 
 def chosen_arch() -> str | None:
