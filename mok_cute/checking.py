@@ -1,12 +1,14 @@
-"""One check: run the layer on inputs made from a seed, twice, and hold every promise against it.
+"""One check: run the layer on inputs made from a seed, twice or more, and hold every promise against it.
 
-Checked are the error against the reference in units of bf16 torch's own error, equal bits in both runs, the number of
+Checked are the error against the reference in units of bf16 torch's own error, equal bits in all runs, the number of
 launches, the schedule against its torch model, and, where they are saved, the pre-activations. Before each run the
-buffers that carry no state are filled with values that must never reach a result.
+buffers that carry no state are filled with values that must never reach a result. On a virtual device each run has its
+own order of events, and what the device finds wrong in a kernel is a finding of the check.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mok_cute import reference
-from mok_cute.errors import UnsupportedError
+from mok_cute import gpu, reference
+from mok_cute.errors import KernelError, UnsupportedError
 from mok_cute.metrics import SMALL_SEEDS, ErrorPool
 from mok_cute.problem import (
     EXPECTED,
@@ -36,9 +38,10 @@ from mok_cute.settings import Settings
 
 if TYPE_CHECKING:
     from mok_cute.functional import ForwardContext
+    from mok_cute.gpu import Gpu
     from mok_cute.workspace import Workspace
 
-POISONS = (math.nan, 3.0)  # one per run: a stale value that is read shows as NaN, or as a difference between the runs
+POISONS = (math.nan, 3.0)  # in turn: a stale value that is read shows as NaN, or as a difference between the runs
 MAX_SCHEDULE_LAUNCHES = 3
 MAX_MODELLED_ROWS = 1 << 20  # schedules up to this size are compared with the torch model
 
@@ -50,11 +53,12 @@ class CheckResult:
     """The verdict. ``findings`` says in words what is wrong; it is empty exactly when ``ok``.
 
     launches          kernels per call and rank
+    deterministic     None: not known, a run did not end
     schedule_exact    None: not compared, because checks are off or the schedule is large
     """
 
     ok: bool
-    deterministic: bool
+    deterministic: bool | None
     schedule_exact: bool | None
     launches: dict[str, int]
     results: dict[str, Json]
@@ -90,9 +94,10 @@ class Findings:
     """Collects what is wrong and the figures on the way."""
 
     texts: list[str] = field(default_factory=list)
-    deterministic: bool = True
+    deterministic: bool | None = True
     schedule_exact: bool | None = None
     launches: dict[str, int] = field(default_factory=dict)
+    running: str = ""  # the order of events of the run under way, where the device has a name for it
 
     def add(self, text: str) -> None:
         if text not in self.texts:
@@ -105,7 +110,8 @@ def run_check(request: CheckRequest, say: Callable[[str], None] = lambda text: N
     say   told what is being done, for people who watch
     """
     try:
-        return _run_check(request, say)
+        with gpu.entered(request.device):
+            return _run_check(request, say)
     except torch.OutOfMemoryError as error:
         WEIGHTS.clear()
         EXPECTED.clear()
@@ -119,39 +125,36 @@ def _run_check(request: CheckRequest, say: Callable[[str], None]) -> CheckResult
     from mok_cute import functional
 
     start = time.perf_counter()
-    say("compiling")
-    seconds_compile = compile_seconds(request)
     say("making weights")
     weights = WEIGHTS.get(weights_key(request), lambda: make_weights(request))
     first = make_inputs(request, request.seed)
-    max_tokens = max(request.tokens)
+    say("compiling")
     workspaces = functional.create_workspaces(
         request.shape,
         ep_size=request.ranks,
-        max_tokens=max_tokens,
+        max_tokens=max(request.tokens),
         device=request.device,
         run=request.run,
         config=request.config,
     )
     findings = Findings()
     pools: dict[str, ErrorPool] = {}
-    for number in range(SMALL_SEEDS):
-        say(f"running input seed {request.seed + number} and comparing it with the reference")
-        inputs = first if number == 0 else make_inputs(request, request.seed + number)
-        run = run_twice(request, workspaces, weights, inputs, findings)
-        check_schedules(request, run.schedules, inputs, max_tokens, findings)
-        results = compared(request, run, weights, inputs, request.seed + number)
-        for name, result in results.items():
-            pools.setdefault(name, ErrorPool()).add(result.ours, result.baseline, result.exact, routes=result.routes)
-        check_saved(request, results, findings)
-        if number == 0 and request.save is not None:
-            save_results(request.save, run)
-        if all(pool.is_complete for pool in pools.values()):
-            break
+    try:
+        for number in range(SMALL_SEEDS):
+            say(f"running input seed {request.seed + number} and comparing it with the reference")
+            inputs = first if number == 0 else make_inputs(request, request.seed + number)
+            check_inputs(request, workspaces, weights, inputs, request.seed + number, pools, findings)
+            if all(pool.is_complete for pool in pools.values()):
+                break
+    except KernelError as error:  # the launches behind it are lost, so nothing more can be said
+        findings.deterministic = None
+        findings.add(f"{findings.running}: {error}")
+        pools.clear()
     figures = {name: pool.figures() for name, pool in pools.items()}
     for name, its in figures.items():
         if not its.ok:
             findings.add(f"{name}: {its.reason} (max_abs {its.max_abs:.4g}, rel_l1 {its.rel_l1:.4g})")
+    kernel = workspaces[0].kernel
     return CheckResult(
         ok=not findings.texts,
         deterministic=findings.deterministic,
@@ -160,13 +163,32 @@ def _run_check(request: CheckRequest, say: Callable[[str], None]) -> CheckResult
         results={name: its.to_json() for name, its in figures.items()},
         findings=tuple(findings.texts),
         wall_seconds=time.perf_counter() - start,
-        seconds_compile=seconds_compile,
-        config=config_of(request, [len(x) for x in first.xs]),
+        seconds_compile=0.0 if kernel.cached else kernel.compile_seconds,
+        config=config_of(request, [len(x) for x in first.xs], workspaces[0].gpu),
     )
 
 
-def config_of(request: CheckRequest, tokens: list[int]) -> Json:
-    device = torch.device(request.device)
+def check_inputs(
+    request: CheckRequest,
+    workspaces: Sequence[Workspace],
+    weights: Weights,
+    inputs: Inputs,
+    seed: int,
+    pools: dict[str, ErrorPool],
+    findings: Findings,
+) -> None:
+    """Run one set of inputs, that of this seed, and add what is found."""
+    run = run_all(request, workspaces, weights, inputs, findings)
+    check_schedules(request, run.schedules, inputs, max(request.tokens), findings)
+    results = compared(request, run, weights, inputs, seed)
+    for name, result in results.items():
+        pools.setdefault(name, ErrorPool()).add(result.ours, result.baseline, result.exact, routes=result.routes)
+    check_saved(request, results, findings)
+    if seed == request.seed and request.save is not None:
+        save_results(request.save, run)
+
+
+def config_of(request: CheckRequest, tokens: list[int], on: Gpu) -> Json:
     return {
         "shape": asdict(request.shape),
         "ranks": request.ranks,
@@ -175,49 +197,52 @@ def config_of(request: CheckRequest, tokens: list[int]) -> Json:
         "routing": request.routing,
         "inputs": request.inputs,
         "seed": request.seed,
+        "schedule_seeds": list(request.schedule_seeds) if gpu.is_virtual(request.device) else None,
         "precision": request.config.precision,
         "direction": "forward",
         "device": request.device,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device_name": on.product_name,
+        "engine": on.engine,
         "run": asdict(request.run),
         "kernel": asdict(request.config),
     }
 
 
-def compile_seconds(request: CheckRequest) -> float:
-    """Compile, or find, the forward kernel ahead of the runs; how long that took here."""
-    device = torch.device(request.device)
-    if device.type != "cuda":
-        return 0.0
-    from mok_cute.arch import Arch
-    from mok_cute.compile import compile_forward
-
-    start = time.perf_counter()
-    local_experts = request.shape.local_experts(request.ranks)
-    compile_forward(request.shape, request.config, Arch.of_device(device).name, local_experts)
-    return time.perf_counter() - start
-
-
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
-def run_twice(
+def run_all(
     request: CheckRequest, workspaces: Sequence[Workspace], weights: Weights, inputs: Inputs, findings: Findings
 ) -> Run:
-    """The first run's results; the second one must give the same bits."""
-    one, two = (run_once(request, workspaces, weights, inputs, poison) for poison in POISONS)
+    """The first run's results; every other one must give the same bits."""
+    first: tuple[str, Run] | None = None
+    for seed, poison in zip(request.schedule_seeds, itertools.cycle(POISONS)):
+        findings.running = workspaces[0].gpu.use_schedule(seed)
+        run = run_once(request, workspaces, weights, inputs, poison)
+        if first is None:
+            first = findings.running, run
+        else:
+            compare_runs(first[1], run, f" ({first[0]} and {seed})" if findings.running else "", findings)
+        check_launches(run, findings)
+    assert first is not None, "a check has at least two runs"
+    return first[1]
+
+
+def compare_runs(one: Run, two: Run, which: str, findings: Findings) -> None:
     for name, first, second in paired(one, two):
         if not same_bits(first, second):
             findings.deterministic = False
-            findings.add(f"{name}: two runs differ in {differing(first, second)} of {first.numel()} elements")
-    for launches in (*one.launches, *two.launches):
+            findings.add(f"{name}: two runs differ in {differing(first, second)} of {first.numel()} elements{which}")
+
+
+def check_launches(run: Run, findings: Findings) -> None:
+    for launches in run.launches:
         for kind, count in launches.items():
             findings.launches[kind] = max(findings.launches.get(kind, 0), count)
         if launches["forward"] != 1:
             findings.add(f"launches.forward is {launches['forward']}: one forward is exactly one kernel")
         if launches["schedule"] > MAX_SCHEDULE_LAUNCHES:
             findings.add(f"launches.schedule is {launches['schedule']}: at most {MAX_SCHEDULE_LAUNCHES}")
-    return one
 
 
 def run_once(
@@ -227,7 +252,7 @@ def run_once(
 
     for workspace in workspaces:
         poison_buffers(workspace, poison)
-    poison_allocator(inputs, poison)
+    poison_allocator(workspaces[0].gpu, inputs, poison)
     before = [dict(workspace.launches) for workspace in workspaces]
     schedules = functional.build_schedules(workspaces, inputs.topk_ids)
     outputs = functional.forward_ranks(
@@ -259,12 +284,11 @@ def poison_buffers(workspace: Workspace, value: float) -> None:
             workspace.tensor(name).fill_(value)
 
 
-def poison_allocator(inputs: Inputs, value: float) -> None:
+def poison_allocator(on: Gpu, inputs: Inputs, value: float) -> None:
     """Leave poisoned blocks of the results' sizes for the allocator to hand out again; an element that the kernel
     forgets to write then shows."""
     blocks = [torch.full_like(x, value) for x in inputs.xs]
-    if blocks[0].is_cuda:
-        torch.cuda.synchronize(blocks[0].device)  # other streams may get these blocks next
+    on.synchronize()  # other streams may get these blocks next
     del blocks
 
 

@@ -113,7 +113,13 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routing", default="random", metavar="KIND", help=f"{', '.join(ROUTINGS)} or file:PATH")
     parser.add_argument("--inputs", choices=("normal", "integers"), default="normal")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--schedule-seeds", type=int, metavar="N", help="orders of execution tried (virtual devices)")
+    orders = parser.add_mutually_exclusive_group()
+    orders.add_argument(
+        "--schedule-seeds", type=int, metavar="K", help="runs, each in another order of events (virtual devices; 2)"
+    )
+    orders.add_argument(
+        "--schedule-seed", type=int, metavar="N", help="both runs in the order of this seed (virtual devices)"
+    )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write results and pre-activations as safetensors")
     parser.add_argument("--cases", type=Path, metavar="FILE", help="JSON list of option objects, run in one process")
 
@@ -198,16 +204,29 @@ def require_built(precision: str, direction: str) -> None:
 
 
 def require_device(device: str) -> None:
-    """Refuse devices that no kernel of this build can run on here."""
+    """Refuse a device that is not here. A virtual one is everywhere; what it needs, it asks for when it is entered."""
     if device != "cuda":
-        raise UnsupportedError(f"--device {device}: the virtual GPU is not built; choose --device cuda.")
+        return
     import torch
 
     if not torch.cuda.is_available():
         raise UnsupportedError(
             "--device cuda: no CUDA device is visible; it takes an NVIDIA GPU, its driver and a CUDA build of "
-            "torch. Run on such a machine; mok-cute compile and mok-cute explain work without a GPU."
+            "torch. Run on such a machine, or choose --device virtual:sm_90a, which needs no GPU."
         )
+
+
+def schedule_seeds_of(args: argparse.Namespace) -> tuple[int, ...]:
+    """The orders of events to run in, at least two of them: only then does a check see whether bits repeat."""
+    for option, value, least in (("seeds", args.schedule_seeds, 1), ("seed", args.schedule_seed, 0)):
+        if value is not None and args.device == "cuda":
+            raise ConfigError(f"--schedule-{option} {value}: only for virtual devices; drop it.")
+        if value is not None and value < least:
+            raise ConfigError(f"--schedule-{option} {value}: at least {least}; change it.")
+    if args.schedule_seed is not None:
+        return (args.schedule_seed,) * 2
+    count = 2 if args.schedule_seeds is None else args.schedule_seeds
+    return tuple(range(count)) if count > 1 else (0, 0)
 
 
 def check_request_of(args: argparse.Namespace) -> CheckRequest:
@@ -221,8 +240,7 @@ def check_request_of(args: argparse.Namespace) -> CheckRequest:
         raise ConfigError(f"--routing {args.routing}: one of {', '.join(ROUTINGS)}, or file:PATH; change it.")
     if kind == "file" and not Path(path).is_file():
         raise ConfigError(f"--routing {args.routing}: there is no such file; pass a safetensors file.")
-    if args.schedule_seeds is not None and args.device == "cuda":
-        raise ConfigError(f"--schedule-seeds {args.schedule_seeds}: only for virtual devices; drop it.")
+    schedule_seeds = schedule_seeds_of(args)
     require_built(args.precision, args.direction)
     require_device(args.device)
     return CheckRequest(
@@ -235,6 +253,7 @@ def check_request_of(args: argparse.Namespace) -> CheckRequest:
         routing=args.routing,
         inputs=args.inputs,
         seed=args.seed,
+        schedule_seeds=schedule_seeds,
         save=args.save,
     )
 

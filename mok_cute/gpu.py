@@ -59,7 +59,11 @@ class Gpu(Protocol):
         Without any: the current stream alone."""
 
     def synchronize(self) -> None:
-        """Wait for all launches. A virtual GPU raises here what a kernel did wrong."""
+        """Wait for all launches. A virtual GPU raises KernelError here for what a kernel did wrong."""
+
+    def use_schedule(self, seed: int) -> str:
+        """Let this seed decide the order of what a GPU leaves open, and return a name for that order. A real GPU
+        decides by itself, and the name is empty."""
 
 
 class CudaGpu:
@@ -120,6 +124,9 @@ class CudaGpu:
 
         torch.cuda.synchronize(self.torch_device)
 
+    def use_schedule(self, seed: int) -> str:
+        return ""
+
 
 def is_virtual(device: torch.device | str) -> bool:
     return isinstance(device, str) and device.startswith(VIRTUAL_PREFIX)
@@ -130,6 +137,19 @@ def torch_device(device: torch.device | str) -> torch.device:
     import torch
 
     return torch.device("cpu") if is_virtual(device) else torch.device(device)
+
+
+@contextmanager
+def entered(device: torch.device | str) -> Iterator[None]:
+    """Inside, a virtual device of that name is current: the one around the caller, or one made for this block. A real
+    device needs no entering."""
+    if not is_virtual(device):
+        yield
+        return
+    from mok_cute.emulator.virtual_device import VirtualDevice
+
+    with nullcontext() if VirtualDevice.is_any_current() else VirtualDevice.of_name(str(device)):
+        yield
 
 
 def find(device: torch.device | str) -> Gpu:

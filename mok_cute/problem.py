@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mok_cute import reference
+from mok_cute import gpu, reference
 from mok_cute.config import KernelConfig, RunConfig
 from mok_cute.inputs import make_rank_inputs, make_routed_weights, make_shared_weights
 from mok_cute.shapes import MoEShape
@@ -26,6 +26,9 @@ class CheckRequest:
     """What to check. ``tokens`` has one count per rank; ``routing`` is a kind or ``file:PATH``.
 
     With a routing file the token counts come from the file and ``tokens`` is only the maximum.
+
+    schedule_seeds   a run for each, at least two. A virtual device orders by the seed what a GPU leaves open; on a
+                     real one only their number counts
     """
 
     shape: MoEShape
@@ -37,7 +40,13 @@ class CheckRequest:
     routing: str = "random"
     inputs: str = "normal"
     seed: int = 0
+    schedule_seeds: tuple[int, ...] = (0, 1)
     save: Path | None = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where weights, inputs and results lie."""
+        return gpu.torch_device(self.device)
 
     @property
     def saves_context(self) -> bool:
@@ -109,7 +118,7 @@ def weights_key(request: CheckRequest) -> Hashable:
 def make_weights(request: CheckRequest) -> Weights:
     from mok_cute.functional import RoutedWeights, SharedWeights
 
-    shape, ranks, device = request.shape, request.ranks, request.device
+    shape, ranks, device = request.shape, request.ranks, request.torch_device
     routed = [
         RoutedWeights(*make_routed_weights(shape, rank, ranks, request.seed, request.inputs, device))
         for rank in range(ranks)
@@ -121,7 +130,7 @@ def make_weights(request: CheckRequest) -> Weights:
 def make_inputs(request: CheckRequest, seed: int) -> Inputs:
     made = [
         make_rank_inputs(
-            request.shape, rank, request.ranks, tokens, seed, request.inputs, request.routing, request.device
+            request.shape, rank, request.ranks, tokens, seed, request.inputs, request.routing, request.torch_device
         )
         for rank, tokens in enumerate(request.tokens)
     ]

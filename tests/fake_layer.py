@@ -27,6 +27,17 @@ class SharedWeights(NamedTuple):
     down: torch.Tensor
 
 
+class FakeGpu:
+    product_name = "cpu"
+    engine = "none"
+
+    def use_schedule(self, seed: int) -> str:
+        return ""
+
+    def synchronize(self) -> None:
+        pass
+
+
 @dataclass
 class FakeWorkspace:
     shape: Any
@@ -36,6 +47,8 @@ class FakeWorkspace:
     fault: str | None
     launches: Counter[str] = field(default_factory=Counter)
     calls: int = 0
+    gpu: FakeGpu = field(default_factory=FakeGpu)
+    kernel: Any = field(default_factory=lambda: SimpleNamespace(cached=False, compile_seconds=2.5))
 
     @property
     def table(self) -> Any:

@@ -102,6 +102,10 @@ def test_check_prints_a_table_for_people(fake_gpu: Any, capsys: Any):
         ["check", "--minibatch", "256", "--macrobatch", "384"],
         ["check", "--comm-sms", "0"],
         ["check", "--schedule-seeds", "4"],
+        ["check", "--schedule-seed", "4"],
+        ["check", "--schedule-seeds", "0", "--device", "virtual:sm_90a"],
+        ["check", "--schedule-seed=-1", "--device", "virtual:sm_90a"],
+        ["check", "--schedule-seed", "1", "--schedule-seeds", "2", "--device", "virtual:sm_90a"],
         ["check", "--experts", "8", "--local-experts", "8"],
         ["check", "--cases", "/no/such/file"],
         ["compile", "--arch", "sm_80"],
@@ -120,8 +124,6 @@ def test_usage_errors_exit_2(arguments: list[str], capsys: Any):
         (["check", "--precision", "mxfp8"], "--precision mxfp8"),
         (["check", "--direction", "backward"], "--direction backward"),
         (["check", "--direction", "both"], "--direction both"),
-        (["check", "--device", "virtual:sm_100a"], "--device virtual:sm_100a"),
-        (["check", "--device", "virtual:sm_90a", "--schedule-seeds", "4"], "--device virtual:sm_90a"),
         (["check", "--hidden", "200"], "hidden=200"),
         (["compile", "--arch", "sm_100a"], "arch=sm_100a"),
         (["compile", "--precision", "mxfp8"], "--precision mxfp8"),
@@ -200,6 +202,19 @@ def test_shape_options_override_the_preset():
     assert not cli.shape_of(parsed("check", "--shape", "qwen3-30b", "--shared", "256")).shared_factor
     assert cli.shape_of(parsed("check", "--swiglu-limit", "0")).swiglu_limit == 0.0
     assert cli.shape_of(parsed("check")).name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("given", "seeds"),
+    [
+        ([], (0, 1)),
+        (["--schedule-seeds=3"], (0, 1, 2)),
+        (["--schedule-seeds=1"], (0, 0)),
+        (["--schedule-seed=5"], (5, 5)),
+    ],
+)
+def test_a_check_runs_at_least_twice_whatever_orders_are_asked_for(given: list[str], seeds: tuple[int, ...]):
+    assert cli.schedule_seeds_of(parsed("check", "--device=virtual:sm_90a", *given)) == seeds
 
 
 def test_one_count_of_tokens_is_every_ranks():

@@ -81,6 +81,10 @@ class VirtualDevice:
             raise ConfigError(f"device={name}: {current} is current; use that one, or leave it first.")
         return current
 
+    @staticmethod
+    def is_any_current() -> bool:
+        return driver.the_driver().current is not None
+
     def __str__(self) -> str:
         return PREFIX + self.arch.name
 
@@ -164,6 +168,10 @@ class VirtualDevice:
     def pinned_words(self, count: int) -> torch.Tensor:
         """(count,) int32: all host memory is within a kernel's reach."""
         return torch.zeros(count, dtype=torch.int32)
+
+    def use_schedule(self, seed: int) -> str:
+        self.seed = seed
+        return f"schedule seed {seed}"
 
     def new_stream(self) -> int:
         return self.streams.create()
