@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mok_cute.emulator.decode import Instruction
-from mok_cute.emulator.execute import TYPES, Assembler, Mask, Step, Value, flush, opcode
+from mok_cute.emulator.execute import TYPES, Assembler, Mask, Step, Value, opcode
+from mok_cute.emulator.rounding import flush
 
 if TYPE_CHECKING:
     from mok_cute.emulator.device import Warp

@@ -23,6 +23,8 @@ from mok_cute.emulator import (  # noqa: F401
     async_copy,
     cluster_launch,
     convert,
+    float_arithmetic,
+    integer_arithmetic,
     load_store,
     synchronize,
     tcgen05,

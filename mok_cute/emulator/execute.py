@@ -1,4 +1,4 @@
-"""Instructions -> steps: one closure per instruction. Here: operands, integer and float arithmetic, branches.
+"""Instructions -> steps: one closure per instruction. Here: operands, comparisons, moves and branches.
 
 A step gets a warp and the mask of lanes that run it (None: all 32) and returns None to go on, the index of the next
 instruction, a ``Branch`` for lanes that part, BLOCKED to be tried again later, or EXIT. Values are vectors of 32 lanes,
@@ -114,6 +114,13 @@ class Assembler:
                 self.static_end = self._place(variable.align, self.static_end)
                 self.shared_offsets[variable.name] = self.static_end
                 self.static_end += variable.num_bytes
+
+    def hidden_register(self, name: str, kind: str) -> int:
+        """The index of a register that no instruction names, made on first use."""
+        if name not in self.registers:
+            self.registers[name] = len(self.types)
+            self.types.append(TYPES[kind])
+        return self.registers[name]
 
     @staticmethod
     def _place(align: int, offset: int) -> int:
@@ -289,351 +296,12 @@ SPECIAL: dict[str, Callable[[Any], Value]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ integers and logic
-
-
-def fused_multiply_add(a: Value, b: Value, c: Value) -> Value:
-    """a * b + c in single precision with one rounding.
-
-    The product is exact in double precision. The sum is rounded to odd there, so that the second rounding to single
-    precision cannot be a rounding of an already rounded tie.
-    """
-    product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
-    addend = np.asarray(c, np.float64)
-    total = np.asarray(product + addend)
-    back = total - product
-    error = (product - (total - back)) + (addend - back)
-    bits = total.view(np.int64)
-    inexact = (error != 0) & np.isfinite(total) & np.isfinite(error) & ((bits & 1) == 0)
-    nudge = np.where((error > 0) == (total > 0), 1, -1)
-    return np.where(inexact, bits + nudge, bits).view(np.float64).astype(np.float32)
-
-
-def flush(value: Value) -> Value:
-    """Subnormal numbers become zero of the same sign (.ftz)."""
-    value = np.asarray(value)
-    return np.where(np.abs(value) < np.finfo(value.dtype).tiny, np.copysign(np.zeros_like(value), value), value)
-
-
-def _maybe_flush(instruction: Instruction, function: Callable[..., Value]) -> Callable[..., Value]:
-    if "ftz" not in instruction.parts:
-        return function
-    return lambda *values: flush(function(*[flush(value) for value in values]))
-
-
-def _pairs(function: Callable[..., Value]) -> Callable[..., Value]:
-    """The function on two floats packed in 64 bits, the first in the low half."""
-
-    def packed(*values: Value) -> Value:
-        halves = [np.broadcast_to(value, 32).copy().view(np.float32) for value in values]
-        return np.asarray(function(*halves), np.float32).view(np.uint64)
-
-    return packed
-
-
-def _bf16(function: Callable[..., Value]) -> Callable[..., Value]:
-    """The function in single precision on bf16 values, rounded once to bf16."""
-    from mok_cute.emulator.convert import bf16_to_f32, f32_to_bf16
-
-    return lambda *values: f32_to_bf16(function(*[bf16_to_f32(value) for value in values]))
-
-
-def _arithmetic(asm: Assembler, instruction: Instruction, function: Callable[..., Value]) -> Step:
-    kind = instruction.type
-    if any(part in instruction.parts for part in ("rz", "rm", "rp", "sat", "cc")):
-        raise ValueError("rounding, saturation or carry")
-    if kind == "f32x2":
-        return asm.elementwise(instruction, _pairs(_maybe_flush(instruction, function)), kind)
-    if kind == "bf16":
-        return asm.elementwise(instruction, _bf16(function), kind)
-    if kind in ("f16x2", "bf16x2"):
-        raise ValueError("packed halves")
-    return asm.elementwise(instruction, _maybe_flush(instruction, function), kind)
-
-
-@opcode("add")
-def _add(asm: Assembler, instruction: Instruction) -> Step:
-    return _arithmetic(asm, instruction, np.add)
-
-
-@opcode("sub")
-def _sub(asm: Assembler, instruction: Instruction) -> Step:
-    return _arithmetic(asm, instruction, np.subtract)
+# --------------------------------------------------------------------------------------------- compare, select and move
 
 
 def _is_float(kind: str) -> bool:
     return "f" in kind
 
-
-@opcode("min")
-def _min(asm: Assembler, instruction: Instruction) -> Step:
-    wrong_nan = "NaN" in instruction.parts
-    return _arithmetic(asm, instruction, np.fmin if _is_float(instruction.type) and not wrong_nan else np.minimum)
-
-
-@opcode("max")
-def _max(asm: Assembler, instruction: Instruction) -> Step:
-    wrong_nan = "NaN" in instruction.parts
-    return _arithmetic(asm, instruction, np.fmax if _is_float(instruction.type) and not wrong_nan else np.maximum)
-
-
-def _wide(kind: str) -> str:
-    return f"{kind[0]}{2 * int(kind[1:])}"
-
-
-def _high_product(a: Value, b: Value, bits: int, dtype: Any) -> Value:
-    if bits < 64:
-        wide = np.dtype(f"{dtype.kind}{bits // 4}")
-        return (np.asarray(a).astype(wide) * np.asarray(b).astype(wide) >> wide.type(bits)).astype(dtype)
-    left, right = np.broadcast_arrays(a, b)
-    exact = [int(x) * int(y) >> 64 for x, y in zip(left.flat, right.flat, strict=True)]
-    return np.array([value & (2**64 - 1) for value in exact], np.uint64).view(dtype).reshape(left.shape)
-
-
-@opcode("mul")
-def _mul(asm: Assembler, instruction: Instruction) -> Step:
-    kind = instruction.type
-    if "wide" in instruction.parts:
-        wide = TYPES[_wide(kind)]
-        return asm.elementwise(
-            instruction,
-            lambda a, b: np.multiply(np.asarray(a).astype(wide), np.asarray(b).astype(wide)),
-            kind,
-            _wide(kind),
-        )
-    if "hi" in instruction.parts:
-        dtype = TYPES[kind]
-        return asm.elementwise(instruction, lambda a, b: _high_product(a, b, 8 * dtype.itemsize, dtype), kind)
-    return _arithmetic(asm, instruction, np.multiply)
-
-
-@opcode("mad")
-def _mad(asm: Assembler, instruction: Instruction) -> Step:
-    kind = instruction.type
-    if "wide" in instruction.parts:
-        wide = _wide(kind)
-        write = asm.sink(instruction.operands[0], wide)
-        a, b = (asm.source(operand, kind) for operand in instruction.operands[1:3])
-        c = asm.source(instruction.operands[3], wide)
-        dtype = TYPES[wide]
-        return lambda warp, mask: write(
-            warp, np.asarray(a(warp)).astype(dtype) * np.asarray(b(warp)).astype(dtype) + c(warp), mask
-        )
-    if "hi" in instruction.parts:
-        dtype = TYPES[kind]
-        return asm.elementwise(instruction, lambda a, b, c: _high_product(a, b, 8 * dtype.itemsize, dtype) + c, kind)
-    return asm.elementwise(instruction, lambda a, b, c: a * b + c, kind)
-
-
-@opcode("fma.rn")
-def _fma(asm: Assembler, instruction: Instruction) -> Step:
-    if instruction.type not in ("f32", "f32x2"):
-        raise ValueError("type")
-    return _arithmetic(asm, instruction, fused_multiply_add)
-
-
-@opcode("neg")
-def _neg(asm: Assembler, instruction: Instruction) -> Step:
-    if instruction.type in ("bf16", "bf16x2", "f16x2"):
-        sign = TYPES[instruction.type].type(0x8000 if instruction.type == "bf16" else 0x80008000)
-        return asm.elementwise(instruction, lambda a: a ^ sign, instruction.type)
-    return _arithmetic(asm, instruction, np.negative)
-
-
-@opcode("abs")
-def _abs(asm: Assembler, instruction: Instruction) -> Step:
-    if instruction.type in ("bf16", "bf16x2", "f16x2"):
-        kept = TYPES[instruction.type].type(0x7FFF if instruction.type == "bf16" else 0x7FFF7FFF)
-        return asm.elementwise(instruction, lambda a: a & kept, instruction.type)
-    return _arithmetic(asm, instruction, np.abs)
-
-
-def _divide(a: Value, b: Value) -> Value:
-    """Integer division towards zero. The result of a division by zero is unspecified; all ones here."""
-    a, b = np.broadcast_arrays(a, b)
-    safe = np.where(b == 0, b.dtype.type(1), b)
-    quotient = a // safe
-    exact = quotient * safe == a
-    quotient = np.where(~exact & ((a < 0) != (safe < 0)), quotient + b.dtype.type(1), quotient)
-    return np.where(b == 0, ~b.dtype.type(0), quotient)
-
-
-@opcode("div")
-def _div(asm: Assembler, instruction: Instruction) -> Step:
-    if _is_float(instruction.type):
-        return _arithmetic(asm, instruction, np.divide)
-    return asm.elementwise(instruction, _divide, instruction.type)
-
-
-@opcode("rem")
-def _rem(asm: Assembler, instruction: Instruction) -> Step:
-    return asm.elementwise(instruction, lambda a, b: a - _divide(a, b) * b, instruction.type)
-
-
-def _approximate(function: Callable[[Value], Value]) -> Builder:
-    """Correctly rounded stand-in for an approximate instruction, whose bits the ISA does not fix."""
-
-    def build(asm: Assembler, instruction: Instruction) -> Step:
-        if instruction.type != "f32":
-            raise ValueError("type")
-
-        def single(value: Value) -> Value:
-            return np.asarray(function(np.asarray(value, np.float64))).astype(np.float32)
-
-        return asm.elementwise(instruction, _maybe_flush(instruction, single), "f32")
-
-    return build
-
-
-opcode("ex2.approx")(_approximate(np.exp2))
-opcode("lg2.approx")(_approximate(np.log2))
-opcode("rcp")(_approximate(lambda a: 1.0 / a))
-opcode("sqrt")(_approximate(np.sqrt))
-opcode("rsqrt.approx")(_approximate(lambda a: 1.0 / np.sqrt(a)))
-opcode("tanh.approx")(_approximate(np.tanh))
-opcode("sin.approx")(_approximate(np.sin))
-opcode("cos.approx")(_approximate(np.cos))
-
-
-def _logic(function: Callable[..., Value]) -> Builder:
-    return lambda asm, instruction: asm.elementwise(instruction, function, instruction.type)
-
-
-opcode("and")(_logic(np.bitwise_and))
-opcode("or")(_logic(np.bitwise_or))
-opcode("xor")(_logic(np.bitwise_xor))
-opcode("not")(_logic(np.bitwise_not))
-
-
-@opcode("lop3")
-def _lop3(asm: Assembler, instruction: Instruction) -> Step:
-    *operands, table = instruction.operands
-    bits = int(table, 0)
-    write = asm.sink(operands[0], "b32")
-    a, b, c = (asm.source(operand, "b32") for operand in operands[1:])
-
-    def step(warp: Warp, mask: Mask) -> None:
-        values = [np.broadcast_to(read(warp), 32) for read in (a, b, c)]
-        result = np.zeros(32, np.uint32)
-        for row in range(8):
-            if bits >> row & 1:
-                chosen = [value if row >> (2 - at) & 1 else ~value for at, value in enumerate(values)]
-                result |= chosen[0] & chosen[1] & chosen[2]
-        write(warp, result, mask)
-
-    return step
-
-
-def _shift(asm: Assembler, instruction: Instruction, left: bool) -> Step:
-    """Shifts clamp: a count beyond the width gives zero, or the sign."""
-    kind = instruction.type
-    dtype = TYPES[kind]
-    bits = 8 * dtype.itemsize
-    write = asm.sink(instruction.operands[0], kind)
-    value, count = asm.source(instruction.operands[1], kind), asm.source(instruction.operands[2], "u32")
-    shift = np.left_shift if left else np.right_shift
-
-    def step(warp: Warp, mask: Mask) -> None:
-        amount = count(warp)
-        result = shift(value(warp), np.minimum(amount, bits - 1).astype(dtype))
-        if left or dtype.kind == "u":
-            result = np.where(amount < bits, result, dtype.type(0))
-        write(warp, result, mask)
-
-    return step
-
-
-@opcode("shl")
-def _shl(asm: Assembler, instruction: Instruction) -> Step:
-    return _shift(asm, instruction, left=True)
-
-
-@opcode("shr")
-def _shr(asm: Assembler, instruction: Instruction) -> Step:
-    return _shift(asm, instruction, left=False)
-
-
-@opcode("shf")
-def _shf(asm: Assembler, instruction: Instruction) -> Step:
-    """Funnel shift of {high, low}: left gives the high word, right the low one."""
-    left, clamp = instruction.parts[1] == "l", instruction.parts[2] == "clamp"
-    write = asm.sink(instruction.operands[0], "b32")
-    low, high, count = (asm.source(operand, "u32") for operand in instruction.operands[1:])
-
-    def step(warp: Warp, mask: Mask) -> None:
-        joined = np.asarray(high(warp)).astype(np.uint64) << np.uint64(32) | np.asarray(low(warp)).astype(np.uint64)
-        amount = (np.minimum(count(warp), 32) if clamp else count(warp) & np.uint32(31)).astype(np.uint64)
-        result = (joined << amount) >> np.uint64(32) if left else joined >> amount
-        write(warp, result & np.uint64(0xFFFFFFFF), mask)
-
-    return step
-
-
-@opcode("prmt.b32")
-def _prmt(asm: Assembler, instruction: Instruction) -> Step:
-    if instruction.opcode != "prmt.b32":
-        raise ValueError("mode")
-    write = asm.sink(instruction.operands[0], "b32")
-    low, high, selector = (asm.source(operand, "u32") for operand in instruction.operands[1:])
-
-    def step(warp: Warp, mask: Mask) -> None:
-        choice = np.broadcast_to(selector(warp), 32)
-        joined = np.asarray(high(warp)).astype(np.uint64) << np.uint64(32) | np.asarray(low(warp)).astype(np.uint64)
-        result = np.zeros(32, np.uint32)
-        for position in range(4):
-            nibble = choice >> np.uint32(4 * position) & np.uint32(15)
-            byte = (joined >> (nibble & np.uint32(7)).astype(np.uint64) * np.uint64(8)).astype(np.uint32) & 0xFF
-            sign = np.where(byte & 0x80, 0xFF, 0).astype(np.uint32)
-            result |= np.where(nibble & 8, sign, byte).astype(np.uint32) << np.uint32(8 * position)
-        write(warp, result, mask)
-
-    return step
-
-
-def _count_bits(value: Value) -> Value:
-    value = np.atleast_1d(np.asarray(value))
-    bits = np.unpackbits(np.ascontiguousarray(value).view(np.uint8).reshape(len(value), -1), axis=1)
-    return bits.sum(axis=1).astype(np.uint32)
-
-
-def _leading_zeros(value: Value) -> Value:
-    value = np.atleast_1d(np.asarray(value))
-    bits = 8 * value.dtype.itemsize
-    return np.array([bits - int(number).bit_length() for number in value], np.uint32)
-
-
-def _reverse_bits(value: Value) -> Value:
-    value = np.atleast_1d(np.asarray(value))
-    bits = 8 * value.dtype.itemsize
-    return np.array([int(f"{int(number):0{bits}b}"[::-1], 2) for number in value], value.dtype)
-
-
-@opcode("popc")
-def _popc(asm: Assembler, instruction: Instruction) -> Step:
-    return asm.elementwise(instruction, _count_bits, instruction.type, "u32")
-
-
-@opcode("clz")
-def _clz(asm: Assembler, instruction: Instruction) -> Step:
-    return asm.elementwise(instruction, _leading_zeros, instruction.type, "u32")
-
-
-@opcode("brev")
-def _brev(asm: Assembler, instruction: Instruction) -> Step:
-    return asm.elementwise(instruction, _reverse_bits, instruction.type)
-
-
-@opcode("bfe.u32")
-def _bfe(asm: Assembler, instruction: Instruction) -> Step:
-    def extract(value: Value, position: Value, length: Value) -> Value:
-        wide = np.asarray(value).astype(np.uint64) >> np.minimum(position & np.uint32(255), 63).astype(np.uint64)
-        kept = (np.uint64(1) << np.minimum(length & np.uint32(255), 32).astype(np.uint64)) - np.uint64(1)
-        return (wide & kept).astype(np.uint32)
-
-    return asm.elementwise(instruction, extract, "u32")
-
-
-# ------------------------------------------------------------------------------------------- compare, select and move
 
 COMPARE: dict[str, Callable[..., Value]] = {
     "eq": np.equal,
@@ -662,15 +330,26 @@ def _comparison(name: str, is_float: bool) -> Callable[..., Value]:
     return lambda a, b: ordered(a, b) | np.isnan(a) | np.isnan(b)
 
 
+def _comparable(kind: str, read: Source) -> Source:
+    """A source as numbers that can be compared: halves in single precision."""
+    if kind not in ("f16", "bf16"):
+        return read
+    from mok_cute.emulator.rounding import half_to_f32
+
+    return lambda warp: half_to_f32(np.asarray(read(warp)).view(np.uint16), kind)
+
+
 @opcode("setp")
 def _setp(asm: Assembler, instruction: Instruction) -> Step:
     kind = instruction.type
+    if kind.endswith("16x2"):
+        return _setp_pair(asm, instruction)
     compare = _comparison(instruction.parts[1], _is_float(kind))
     combine = COMBINE.get(instruction.parts[2])
     destinations = instruction.operands[0].split("|")
     write = asm.sink(destinations[0], "pred")
     write_other = asm.sink(destinations[1], "pred") if len(destinations) > 1 else None
-    a, b = (asm.source(operand, kind) for operand in instruction.operands[1:3])
+    a, b = (_comparable(kind, asm.source(operand, kind)) for operand in instruction.operands[1:3])
     text = instruction.operands[3] if combine is not None else ""
     third = asm.source(text.removeprefix("!"), "pred") if combine is not None else None
     inverted = text.startswith("!")
@@ -688,6 +367,49 @@ def _setp(asm: Assembler, instruction: Instruction) -> Step:
             write_other(warp, other, mask)
 
     return step
+
+
+def _setp_pair(asm: Assembler, instruction: Instruction) -> Step:
+    """Two predicates from the halves of two words, the low ones first."""
+    from mok_cute.emulator.rounding import half_to_f32
+
+    kind = instruction.type.removesuffix("x2")
+    compare = _comparison(instruction.parts[1], True)
+    if instruction.parts[2] in COMBINE:
+        raise ValueError("combination")
+    puts = [asm.sink(name, "pred") for name in instruction.operands[0].split("|")]
+    a, b = (asm.source(operand, "b32") for operand in instruction.operands[1:])
+
+    def step(warp: Warp, mask: Mask) -> None:
+        words = [np.broadcast_to(read(warp), 32) for read in (a, b)]
+        for half, put in enumerate(puts):
+            left, right = (half_to_f32(word >> np.uint32(16 * half) & np.uint32(0xFFFF), kind) for word in words)
+            put(warp, compare(left, right), mask)
+
+    return step
+
+
+@opcode("set")
+def _set(asm: Assembler, instruction: Instruction) -> Step:
+    """All ones or zeros, or as f32 one or zero, where a comparison holds."""
+    to, kind = instruction.parts[-2:]
+    compare = _comparison(instruction.parts[1], _is_float(kind))
+    if to not in ("u32", "s32", "f32") or instruction.parts[2] in COMBINE or "x2" in kind:
+        raise ValueError("form")
+    put = asm.sink(instruction.operands[0], to)
+    a, b = (_comparable(kind, asm.source(operand, kind)) for operand in instruction.operands[1:])
+    true = np.float32(1) if to == "f32" else TYPES[to].type(-1 if to == "s32" else 0xFFFFFFFF)
+    return lambda warp, mask: put(warp, np.where(compare(a(warp), b(warp)), true, TYPES[to].type(0)), mask)
+
+
+@opcode("slct")
+def _slct(asm: Assembler, instruction: Instruction) -> Step:
+    """The first source where the third is not negative, else the second."""
+    kind, decides = instruction.parts[-2:]
+    put = asm.sink(instruction.operands[0], kind)
+    a, b = (asm.source(operand, kind) for operand in instruction.operands[1:3])
+    c = asm.source(instruction.operands[3], decides)
+    return lambda warp, mask: put(warp, np.where(c(warp) >= 0, a(warp), b(warp)), mask)
 
 
 @opcode("selp")
@@ -780,7 +502,7 @@ def _mapa(asm: Assembler, instruction: Instruction) -> Step:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ control
+# -------------------------------------------------------------------------------------------------------------- control
 
 
 @opcode("bra")

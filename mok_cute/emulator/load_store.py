@@ -21,11 +21,11 @@ from mok_cute.emulator.execute import (
     KernelFault,
     Mask,
     Step,
-    flush,
     lanes_of,
     of_lane,
     opcode,
 )
+from mok_cute.emulator.rounding import flush
 
 if TYPE_CHECKING:
     from mok_cute.emulator.device import Warp
@@ -174,7 +174,7 @@ def _st(asm: Assembler, instruction: Instruction) -> Step:
     return step
 
 
-# ------------------------------------------------------------------------------------------------------------ atomics
+# -------------------------------------------------------------------------------------------------------------- atomics
 
 
 def _wrapping(function: Callable[[int, int], int]) -> Callable[..., Any]:
