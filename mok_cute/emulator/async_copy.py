@@ -102,10 +102,13 @@ def load_barrier(cta: Cta, offset: int) -> MBarrier:
 def store_barrier(cta: Cta, offset: int, barrier: MBarrier) -> None:
     cta.shared_words[8][offset // 8] = barrier.word()
     cta.grid.scheduler.version += 1
+    cta.grid.scheduler.tracker.mbarrier_stored(cta, offset, barrier.phase)
 
 
 def update_barrier(cta: Cta, offset: int, arrivals: int, num_bytes: int) -> None:
+    """By an asynchronous operation."""
     barrier = load_barrier(cta, offset)
+    cta.grid.scheduler.tracker.reports(cta, offset)
     barrier.update(arrivals, num_bytes)
     store_barrier(cta, offset, barrier)
 
@@ -122,6 +125,7 @@ def _init(asm: Assembler, instruction: Instruction) -> Step:
             if not 1 <= number <= MAX_COUNT:
                 raise KernelFault(f"mbarrier.init with a count of {number}")
             cta.check_shared(offset, 8)
+            warp.tracker.mbarrier_made(warp, instruction, cta, offset)
             store_barrier(cta, offset, MBarrier(0, number, number, 0))
 
     return step
@@ -136,6 +140,7 @@ def _inval(asm: Assembler, instruction: Instruction) -> Step:
             cta, offset = place_of(warp, int(address(warp)[lane]))
             cta.check_shared(offset, 8)
             cta.shared_words[8][offset // 8] = 0xFFFFFFFFFFFFFFFF
+            warp.tracker.mbarrier_ended(cta, offset)
 
     return step
 
@@ -159,6 +164,7 @@ def _arrive(asm: Assembler, instruction: Instruction) -> Step:
             number = 1 if amounts is None else of_lane(amounts, lane)
             barrier = load_barrier(cta, offset)
             before[lane] = barrier.word()
+            warp.tracker.mbarrier_arrives(warp, instruction, cta, offset)
             if announces:
                 barrier.update(1 if arrives else 0, number)
             else:
@@ -192,9 +198,10 @@ def _wait(asm: Assembler, instruction: Instruction) -> Step:
             if cta is not warp.cta:
                 raise KernelFault(f"{parts[1]} on a barrier of another CTA")
             barrier = load_barrier(cta, offset)
-            done[lane] = barrier.phase != of_lane(parities, lane) & 1
+            parity = of_lane(parities, lane) & 1
+            done[lane] = barrier.phase != parity
+            warp.tracker.mbarrier_waits(warp, instruction, cta, offset, parity, bool(done[lane]))
             if not done[lane]:
-                parity = of_lane(parities, lane) & 1
                 words = cta.shared_words[8][offset // 8 : offset // 8 + 1]
                 seen = np.array([addresses[lane]], np.uint64)
                 if suspends or warp.is_repeated_poll(instruction, seen, words, words.copy):
@@ -228,6 +235,7 @@ def _commit(asm: Assembler, instruction: Instruction) -> Step:
             groups = _groups(warp, lane)
             groups.committed.append(groups.open)
             groups.open = []
+            warp.tracker.group_committed(warp, lane)
 
     return step
 
@@ -247,6 +255,7 @@ def _wait_group(asm: Assembler, instruction: Instruction) -> Step:
         for lane in lanes_of(mask):
             groups = _groups(warp, lane)
             groups.committed = [group for group in groups.committed if any(op.remaining() for op in group)]
+            warp.tracker.group_awaited(warp, lane, latest, bool(may_remain))
         return None
 
     return step
@@ -302,7 +311,7 @@ def _bulk(asm: Assembler, instruction: Instruction) -> Step:
     to, origin = asm.address(operands[0])[0], asm.address(operands[1])[0]
     size = asm.source(operands[2], "u32")
     if (to_space, from_space) == ("global", "shared"):
-        return _bulk_store(to, origin, size, instruction.text)
+        return _bulk_store(to, origin, size, instruction)
     if (to_space, from_space) != ("shared", "global"):
         raise ValueError("direction")
     barrier = asm.address(operands[3])[0]
@@ -313,16 +322,18 @@ def _bulk(asm: Assembler, instruction: Instruction) -> Step:
             destinations = _destinations(warp, lane, to, barrier, multicast)
             source, num_bytes = int(origin(warp)[lane]), of_lane(size(warp), lane)
             _check_bulk(destinations[0].offset, source, num_bytes)
-            load = partial(_bulk_load, warp.cta.grid.memory, source, num_bytes, destinations)
-            _post(warp, LOAD, instruction.text, load)
+            load = partial(_bulk_load, warp, source, num_bytes, destinations)
+            _post(warp, LOAD, instruction.text, warp.tracker.asynchronous(warp, instruction, load))
 
     return step
 
 
-def _bulk_load(memory: DeviceMemory, source: int, num_bytes: int, destinations: list[Destination]) -> None:
-    data = memory.read(source, num_bytes, 16)
+def _bulk_load(warp: Warp, source: int, num_bytes: int, destinations: list[Destination]) -> None:
+    data = warp.cta.grid.memory.read(source, num_bytes, 16)
     for to in destinations:
         to.cta.check_shared(to.offset, num_bytes)
+        places = np.array([source]), num_bytes, to.cta, np.array([to.offset]), num_bytes
+        warp.tracker.loads(*places, (to.barrier_cta, to.barrier_offset))
         to.cta.shared[to.offset : to.offset + num_bytes] = data
         update_barrier(to.barrier_cta, to.barrier_offset, 0, -num_bytes)
 
@@ -335,25 +346,31 @@ def _check_bulk(shared: int, address: int, num_bytes: int) -> None:
         )
 
 
-def _bulk_store(to: Source, origin: Source, size: Source, text: str) -> Step:
+def _bulk_store(to: Source, origin: Source, size: Source, instruction: Instruction) -> Step:
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
             cta, offset = place_of(warp, int(origin(warp)[lane]))
             target, num_bytes = int(to(warp)[lane]), of_lane(size(warp), lane)
             _check_bulk(offset, target, num_bytes)
-            _groups(warp, lane).open.append(_store_operation(warp, cta, offset, target, num_bytes, text))
+            steps = warp.tracker.in_group(warp, instruction, lane, *_store_steps(warp, cta, offset, target, num_bytes))
+            _groups(warp, lane).open.append(_post(warp, STORE, instruction.text, *steps))
 
     return step
 
 
-def _store_operation(warp: Warp, cta: Cta, offset: int, target: int, num_bytes: int, text: str) -> AsyncOperation:
+def _store_steps(warp: Warp, cta: Cta, offset: int, target: int, num_bytes: int) -> list[Callable[[], None]]:
     held: list[Bytes] = []
 
     def read() -> None:
         cta.check_shared(offset, num_bytes)
+        warp.tracker.reads_shared(cta, np.array([offset]), num_bytes)
         held.append(cta.shared[offset : offset + num_bytes].copy())
 
-    return _post(warp, STORE, text, read, lambda: warp.cta.grid.memory.write(target, held[0], 16))
+    def write() -> None:
+        warp.tracker.writes_global(np.array([target]), num_bytes)
+        warp.cta.grid.memory.write(target, held[0], 16)
+
+    return [read, write]
 
 
 # ---------------------------------------------------------------------------------------------------------- TMA tiles
@@ -470,15 +487,20 @@ def _tensor_copy(asm: Assembler, instruction: Instruction) -> Step:
             at = [of_lane(coordinate(warp), lane) for coordinate in coordinates]
             _check_rank(tensor, rank)
             destinations = _destinations(warp, lane, to, barrier, multicast, paired)
-            _post(warp, "tensor load", instruction.text, partial(_tensor_load, warp, tensor, at, destinations))
+            load = partial(_tensor_load, warp, tensor, at, destinations)
+            _post(warp, "tensor load", instruction.text, warp.tracker.asynchronous(warp, instruction, load))
 
     return step
 
 
 def _tensor_load(warp: Warp, tensor: TensorMap, at: list[int], destinations: list[Destination]) -> None:
-    data = read_box(warp.cta.grid.memory, box_at(tensor, at)).reshape(-1, 16).view("V16").ravel()
+    box = box_at(tensor, at)
+    data = read_box(warp.cta.grid.memory, box).reshape(-1, 16).view("V16").ravel()
     for to in destinations:
-        to.cta.shared_words[16][_chunks(to.cta, to.offset, tensor)] = data
+        chunks = _chunks(to.cta, to.offset, tensor)
+        barrier = to.barrier_cta, to.barrier_offset
+        warp.tracker.loads(box.rows[box.inside], box.copied_bytes, to.cta, 16 * chunks, 16, barrier)
+        to.cta.shared_words[16][chunks] = data
         update_barrier(to.barrier_cta, to.barrier_offset, 0, -tensor.box_bytes)
 
 
@@ -497,19 +519,26 @@ def _tensor_store(asm: Assembler, instruction: Instruction, rank: int) -> Step:
             tensor = _descriptor(warp, of_lane(descriptor(warp), lane))
             at = [of_lane(coordinate(warp), lane) for coordinate in coordinates]
             _check_rank(tensor, rank)
-            _groups(warp, lane).open.append(_tensor_store_operation(warp, cta, offset, tensor, at, instruction.text))
+            steps = warp.tracker.in_group(warp, instruction, lane, *_tensor_store_steps(warp, cta, offset, tensor, at))
+            _groups(warp, lane).open.append(_post(warp, "tensor store", instruction.text, *steps))
 
     return step
 
 
-def _tensor_store_operation(
-    warp: Warp, cta: Cta, offset: int, tensor: TensorMap, at: list[int], text: str
-) -> AsyncOperation:
+def _tensor_store_steps(
+    warp: Warp, cta: Cta, offset: int, tensor: TensorMap, at: list[int]
+) -> list[Callable[[], None]]:
     held: list[Bytes] = []
     box = box_at(tensor, at)
 
     def read() -> None:
-        chunks = cta.shared_words[16][_chunks(cta, offset, tensor)]
+        places = _chunks(cta, offset, tensor)
+        warp.tracker.reads_shared(cta, 16 * places, 16)
+        chunks = cta.shared_words[16][places]
         held.append(chunks.view(np.uint8).reshape(len(box.rows), box.row_bytes))
 
-    return _post(warp, "tensor store", text, read, lambda: write_box(warp.cta.grid.memory, box, held[0]))
+    def write() -> None:
+        warp.tracker.writes_global(box.rows[box.inside], box.copied_bytes)
+        write_box(warp.cta.grid.memory, box, held[0])
+
+    return [read, write]

@@ -46,12 +46,12 @@ def _try_cancel(asm: Assembler, instruction: Instruction) -> Step:
                     "clusterlaunchcontrol.try_cancel after this CTA saw one fail is undefined; stop asking then"
                 )
             ctas = to.cluster.ctas if everywhere else [to]
-            _post(warp, instruction.text, ctas, offset, barrier_offset)
+            _post(warp, instruction, ctas, offset, barrier_offset)
 
     return step
 
 
-def _post(warp: Warp, text: str, ctas: list[Cta], offset: int, barrier_offset: int) -> None:
+def _post(warp: Warp, instruction: Instruction, ctas: list[Cta], offset: int, barrier_offset: int) -> None:
     from mok_cute.emulator.device import AsyncOperation
 
     grid = warp.cta.grid
@@ -61,10 +61,13 @@ def _post(warp: Warp, text: str, ctas: list[Cta], offset: int, barrier_offset: i
         words = (REFUSED, NO_CTA, NO_CTA, NO_CTA) if taken is None else (TAKEN, *taken)
         for cta in ctas:
             cta.check_shared(offset, NUM_BYTES)
+            none = np.empty(0, np.uint64)
+            warp.tracker.loads(none, 0, cta, np.array([offset]), NUM_BYTES, (cta, barrier_offset))
             cta.shared[offset : offset + NUM_BYTES] = np.array(words, np.uint32).view(np.uint8)
             update_barrier(cta, barrier_offset, 0, -NUM_BYTES)
 
-    grid.scheduler.post(grid, AsyncOperation(UNIT, deque([answer]), text))
+    step = warp.tracker.asynchronous(warp, instruction, answer)
+    grid.scheduler.post(grid, AsyncOperation(UNIT, deque([step]), instruction.text))
 
 
 @opcode("clusterlaunchcontrol.query_cancel")

@@ -42,6 +42,7 @@ from mok_cute.emulator.execute import (
     Step,
 )
 from mok_cute.emulator.memory import WORDS, DeviceMemory, MemoryFault
+from mok_cute.emulator.races import NO_TRACKER, RaceTracker, Tracker
 from mok_cute.errors import KernelError
 
 Extent = tuple[int, int, int]
@@ -124,6 +125,7 @@ class Split:
 class Warp:
     def __init__(self, cta: Cta, index: int, num_threads: int) -> None:
         self.cta, self.index = cta, index
+        self.tracker = cta.grid.scheduler.tracker
         types = cta.grid.assembler.types
         self.banks: dict[int, npt.NDArray[Any]] = {}
         self.rows: list[int] = []  # of each register in the bank of its width
@@ -438,8 +440,8 @@ _ASSEMBLED: dict[int, tuple[Assembler, list[Step]]] = {}  # by id of the kernel,
 class Scheduler:
     """Steps the warps and asynchronous operations of several grids, in an order that the seed decides."""
 
-    def __init__(self, grids: list[Grid], seed: int, max_steps: int | None) -> None:
-        self.grids, self.max_steps = grids, max_steps
+    def __init__(self, grids: list[Grid], seed: int, max_steps: int | None, tracker: Tracker = NO_TRACKER) -> None:
+        self.grids, self.max_steps, self.tracker = grids, max_steps, tracker
         self.rng = random.Random(seed)
         self.async_rate = ASYNC_RATES[2] if seed == 0 else self.rng.choice(ASYNC_RATES)
         self.late_matrix = seed % 2 == 1  # whether wgmma happens when it is waited for, not when it is issued
@@ -515,9 +517,15 @@ def _all_waits(warps: list[Warp]) -> list[str]:
     return [line for warp in ordered for line in warp.waits()]
 
 
-def run(grids: list[Grid], *, seed: int = 0, max_steps: int | None = None) -> list[LaunchStats]:
-    """Run several launches at once, as ranks that wait for each other need it. One seed, one order of events."""
-    scheduler = Scheduler(grids, seed, max_steps)
+def run(
+    grids: list[Grid], *, seed: int = 0, max_steps: int | None = None, check_races: bool = False
+) -> list[LaunchStats]:
+    """Run several launches at once, as ranks that wait for each other need it. One seed, one order of events.
+
+    check_races   also look for races, missing fences and reads of what nobody wrote: a RaceError at the end
+    """
+    tracker = RaceTracker(grids) if check_races else NO_TRACKER
+    scheduler = Scheduler(grids, seed, max_steps, tracker)
     begin = time.perf_counter()
     placed = []
     try:
@@ -526,7 +534,12 @@ def run(grids: list[Grid], *, seed: int = 0, max_steps: int | None = None) -> li
             placed.append((grid.memory, grid.memory.add(grid.parameter_base, len(grid.parameters), name)))
         with np.errstate(all="ignore"):
             scheduler.run()
+        tracker.finish()
+    except (Deadlock, KernelFault, MemoryFault) as fault:
+        tracker.explain(fault)
+        raise
     finally:
+        tracker.close()
         for memory, allocation in placed:
             memory.discard(allocation)
     seconds = time.perf_counter() - begin
@@ -545,7 +558,8 @@ def launch(
     seed: int = 0,
     sms: int = 4,
     max_steps: int | None = None,
+    check_races: bool = False,
 ) -> LaunchStats:
     """Run one launch to its end."""
     single = Grid(kernel, grid, block, params, memory, cluster, dynamic_smem_bytes, sms)
-    return run([single], seed=seed, max_steps=max_steps)[0]
+    return run([single], seed=seed, max_steps=max_steps, check_races=check_races)[0]

@@ -130,6 +130,7 @@ def _ld(asm: Assembler, instruction: Instruction) -> Step:
             return warp.block(
                 lambda: f"{instruction.text}: polls {addresses[0]:#x}, which holds {data[0].tobytes().hex()}"
             )
+        warp.tracker.loaded(warp, instruction, space, addresses, size)
         values = data.view(dtype)
         for position, put in enumerate(writes):
             put(warp, _spread(values[:, position], mask), mask)
@@ -169,6 +170,7 @@ def _st(asm: Assembler, instruction: Instruction) -> Step:
         addresses = address(warp)
         if mask is not None:
             values, addresses = values[mask], addresses[mask]
+        warp.tracker.stored(warp, instruction, space, addresses, values.itemsize * len(reads))
         write(warp, space, addresses, values.view(np.uint8))
 
     return step
@@ -223,6 +225,8 @@ def _atom(asm: Assembler, instruction: Instruction) -> Step:
         addresses = address(warp)
         inputs = [np.broadcast_to(get(warp), 32) for get in values]
         before = np.zeros(32, dtype)
+        active = addresses if mask is None else addresses[mask]
+        warp.tracker.updated(warp, instruction, space, active, dtype.itemsize)
         for lane in lanes_of(mask):
             at = addresses[lane : lane + 1]
             old = read(warp, space, at, dtype.itemsize).view(dtype)[0, 0]

@@ -98,5 +98,6 @@ def read_operand(
     offsets = _offsets(whole, rows + skip, size, mn_major, row_bytes)[skip:]
     cta.check_shared(base + int(offsets.min()), size)
     cta.check_shared(base + int(offsets.max()), size)
+    cta.grid.scheduler.tracker.reads_shared(cta, offsets + base, size)
     words = cta.shared_words[size][(offsets + base) // size]
     return np.ascontiguousarray(words).view(np.uint8).reshape(rows, row_bytes)

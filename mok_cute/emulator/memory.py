@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
@@ -56,6 +57,29 @@ class Allocation:
         return f"{self.name} ({self.num_bytes} bytes at {self.address:#x})"
 
 
+@dataclass(frozen=True, order=True)
+class Name:
+    """An array inside an allocation."""
+
+    address: int
+    num_bytes: int
+    name: str
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.address + self.num_bytes
+
+    def element(self, address: int) -> str:
+        """``name[row, column]`` of the element that holds this byte."""
+        number, indices = (address - self.address) // self.item_bytes, []
+        for extent in reversed(self.shape):
+            indices.append(number % extent)
+            number //= extent
+        return f"{self.name}[{', '.join(map(str, reversed(indices)))}]"
+
+
 class MemoryFault(KernelError):
     """An access that device memory refuses. ``kind`` is one of the constants of this module."""
 
@@ -80,6 +104,7 @@ class DeviceMemory:
         self._freed: deque[Allocation] = deque(maxlen=KEPT_FREED)
         self._defined: dict[int, npt.NDArray[np.bool_]] = {}  # by start: bytes written so far, where that is tracked
         self._owned: dict[int, Bytes] = {}  # by start: the buffer behind an allocation made here
+        self._names: list[Name] = []  # sorted by address
         self._last: Allocation | None = None  # where the latest access was: the next is mostly there too
         self._discover = discover
         everything = (ctypes.c_uint8 * NUM_BYTES).from_address(FIRST_ADDRESS)
@@ -104,6 +129,22 @@ class DeviceMemory:
         if not initialised:
             self._defined[address] = np.zeros(num_bytes, np.bool_)
         return allocation
+
+    def name(self, address: int, name: str, shape: tuple[int, ...], item_bytes: int) -> None:
+        """What a report calls the elements of an array inside an allocation, until they are freed or named anew."""
+        num_bytes = item_bytes * math.prod(shape)
+        if self.find(address) is None or not num_bytes:
+            raise ValueError(f"{name}: {num_bytes} bytes at {address:#x}: name what lies in an allocation.")
+        self._names = [part for part in self._names if part.end <= address or address + num_bytes <= part.address]
+        insort(self._names, Name(address, num_bytes, name, shape, item_bytes))
+
+    def describe(self, address: int) -> str:
+        """The element of a named array that holds this byte, or the byte of its allocation."""
+        position = bisect_right(self._names, address, key=lambda part: part.address)
+        if position and address < self._names[position - 1].end:
+            return self._names[position - 1].element(address)
+        allocation = self.find(address)
+        return f"{address:#x}" if allocation is None else f"{allocation.name}, byte {address - allocation.address}"
 
     def remove(self, address: int) -> None:
         """Forget the allocation that starts here; later accesses are reported as use after free."""
@@ -142,6 +183,7 @@ class DeviceMemory:
         self._starts.pop(bisect_right(self._starts, allocation.address) - 1)
         del self._allocations[allocation.address]
         self._defined.pop(allocation.address, None)
+        self._names = [part for part in self._names if part.end <= allocation.address or allocation.end <= part.address]
         self._last = None
 
     def _overlapping(self, start: int, end: int) -> list[Allocation]:

@@ -61,23 +61,22 @@ class Callbacks(ctypes.Structure):
     ]
 
 
-def build(folder: Path, compilers: tuple[str, ...] = COMPILERS) -> Path:
-    """The shared library in ``folder``, compiled if it is not there yet."""
-    source = SOURCE.read_bytes()
-    digest = hashlib.sha256(source + repr(FLAGS).encode()).hexdigest()[:16]
-    path = folder / f"libshim-{digest}.so"
+def build(folder: Path, compilers: tuple[str, ...] = COMPILERS, source: Path = SOURCE) -> Path:
+    """The shared library of ``source`` in ``folder``, compiled if it is not there yet."""
+    digest = hashlib.sha256(source.read_bytes() + repr(FLAGS).encode()).hexdigest()[:16]
+    path = folder / f"lib{source.stem}-{digest}.so"
     if path.exists():
         return path
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
         raise UnsupportedError(
-            f"the virtual GPU needs a C compiler once, to build {SOURCE.name}: found none of {', '.join(compilers)}; "
+            f"the virtual GPU needs a C compiler once, to build {source.name}: found none of {', '.join(compilers)}; "
             "install one, for example the package gcc."
         )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / path.name
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+        command = [compiler, *FLAGS, "-o", str(made), str(source)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise UnsupportedError(f"the virtual GPU was not built: {' '.join(command)} said: {result.stderr.strip()}")

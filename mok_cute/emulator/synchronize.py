@@ -155,11 +155,13 @@ def _bar(asm: Assembler, instruction: Instruction) -> Step:
         awaited = warp.awaited_barrier
         if awaited is None:
             awaited = barrier.generation
+            warp.tracker.barrier_arrives(warp, barrier)
             barrier.arrive(of_lane(count(warp), lane) if count is not None else None)
             if not waits:
                 return None
         if barrier.passed(awaited):
             warp.awaited_barrier = None
+            warp.tracker.barrier_passed(warp, barrier)
             return None
         warp.awaited_barrier = awaited
         return warp.block(lambda: f"{instruction.text}: {barrier}")
@@ -169,8 +171,11 @@ def _bar(asm: Assembler, instruction: Instruction) -> Step:
 
 @opcode("barrier.cluster.arrive")
 def _cluster_arrive(asm: Assembler, instruction: Instruction) -> Step:
+    relaxed = "relaxed" in instruction.parts
+
     def step(warp: Warp, mask: Mask) -> None:
         warp.awaited_cluster = warp.cta.cluster.barrier.generation
+        warp.tracker.barrier_arrives(warp, warp.cta.cluster.barrier, relaxed)
         warp.cta.cluster.barrier.arrive(None)
 
     return converged(step, all_members, instruction.text)
@@ -181,6 +186,7 @@ def _cluster_wait(asm: Assembler, instruction: Instruction) -> Step:
     def step(warp: Warp, mask: Mask) -> Any:
         barrier = warp.cta.cluster.barrier
         if barrier.passed(warp.awaited_cluster):
+            warp.tracker.barrier_passed(warp, barrier)
             return None
         return warp.block(lambda: f"{instruction.text}: {barrier}")
 
@@ -193,7 +199,7 @@ def _cluster_wait(asm: Assembler, instruction: Instruction) -> Step:
 @opcode("fence", "membar", "prefetch", "griddepcontrol", "setmaxnreg", "cp.async.bulk.prefetch", "applypriority")
 def _no_effect(asm: Assembler, instruction: Instruction) -> Step:
     """Order is what the engine gives anyway; register budgets and prefetches change no value."""
-    return lambda warp, mask: None
+    return lambda warp, mask: warp.tracker.fence(warp, instruction)
 
 
 @opcode("nanosleep")

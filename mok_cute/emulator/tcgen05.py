@@ -51,13 +51,14 @@ def ctas_of(warp: Warp, group: int) -> list[Cta]:
     return [warp.cta] if group == 1 else pair_of(warp.cta)
 
 
-def _enqueue(warp: Warp, text: str, operation: Callable[[], None]) -> None:
+def _enqueue(warp: Warp, instruction: Instruction, operation: Callable[[], None]) -> None:
     """One operation behind those of the same CTA: whichever entry the scheduler draws, the oldest one happens."""
     from mok_cute.emulator.device import AsyncOperation
 
     queue = tensor_memory(warp.cta).queue
-    queue.append(operation)
-    warp.cta.grid.scheduler.post(warp.cta.grid, AsyncOperation(UNIT, deque([lambda: queue.popleft()()]), text))
+    queue.append(warp.tracker.in_pipe(warp, instruction, operation))
+    steps = deque([lambda: queue.popleft()()])
+    warp.cta.grid.scheduler.post(warp.cta.grid, AsyncOperation(UNIT, steps, instruction.text))
 
 
 @opcode("tcgen05.commit")
@@ -74,7 +75,7 @@ def _commit(asm: Assembler, instruction: Instruction) -> Step:
             if multicast is not None:
                 chosen = of_lane(multicast(warp), lane)
                 ctas = [warp.cta.peer(rank) for rank in range(16) if chosen >> rank & 1]
-            _enqueue(warp, instruction.text, _arrivals(ctas, offset))
+            _enqueue(warp, instruction, _arrivals(ctas, offset))
 
     return step
 
@@ -183,6 +184,8 @@ class Product:
         form = self.form
         if self.a_in_tensor_memory:
             cells = tensor_memory(cta).block(self.a & 0xFFFF, LANES, K_BYTES // 4)
+            columns = (self.a & 0xFFFF) + np.arange(K_BYTES // 4)
+            cta.grid.scheduler.tracker.tensor_used(cta, (self.a >> 16) + lanes, columns, reads=True, writes=False)
             return TO_F32[form.a_type](np.ascontiguousarray(cells[(self.a >> 16) + lanes]).view(np.uint8))
         size, _ = KINDS[form.kind]
         place = SmemDescriptor.of_tcgen05(self.a)
@@ -193,6 +196,8 @@ class Product:
         count = depth // self.block
         cells = tensor_memory(cta).block(address & 0xFFFF, 32, -(-rows // 32))
         row = np.arange(rows)
+        columns = (address & 0xFFFF) + np.arange(-(-rows // 32))
+        cta.grid.scheduler.tracker.tensor_used(cta, np.arange(32), columns, reads=True, writes=False)
         codes = np.ascontiguousarray(cells[row % 32, row // 32]).view(np.uint8).reshape(rows, 4)
         if byte + count > 4:
             raise KernelFault(f"tcgen05.mma: {count} scales from byte {byte} on: a cell has 4")
@@ -209,6 +214,8 @@ class Product:
             words = self.disabled[4 * number : 4 * number + 4]
             enabled = np.array([not words[lane // 32] >> (lane % 32) & 1 for lane in lanes])
             lanes, kept = lanes[enabled], product[enabled]
+        columns = (self.target & 0xFFFF) + np.arange(product.shape[1])
+        cta.grid.scheduler.tracker.tensor_used(cta, lanes, columns, reads=self.accumulate, writes=True)
         if self.form.accumulator == "s32":
             sums = block.view(np.int32)
             whole = np.rint(kept).astype(np.int32)
@@ -286,7 +293,7 @@ def _mma(asm: Assembler, instruction: Instruction) -> Step:
                 scales=_scale_places(warp, lane, scale_addresses) if scaled else None,
                 block=_block_size(match, kind),
             )
-            _enqueue(warp, instruction.text, product.execute)
+            _enqueue(warp, instruction, product.execute)
 
     return step
 
@@ -336,10 +343,12 @@ def _cp(asm: Assembler, instruction: Instruction) -> Step:
                 for cta in ctas:
                     words = read_operand(cta, place, rows, row_bytes, row_bytes=row_bytes).view(np.uint32)
                     block = tensor_memory(cta).block(to & 0xFFFF, LANES, row_bytes // 4)
+                    columns = (to & 0xFFFF) + np.arange(row_bytes // 4)
+                    warp.tracker.tensor_used(cta, np.arange(LANES), columns, reads=False, writes=True)
                     for firsts in copies:
                         for number, first in enumerate(firsts):
                             block[first : first + 32] = words[32 * number : 32 * number + 32]
 
-            _enqueue(warp, instruction.text, copy)
+            _enqueue(warp, instruction, copy)
 
     return step

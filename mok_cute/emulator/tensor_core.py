@@ -89,7 +89,7 @@ def _wgmma(asm: Assembler, instruction: Instruction) -> Step:
             bank = warp.banks[4].view(np.float32)
             bank[rows_in_bank] = bank[rows_in_bank] + values if scale else values
 
-        warp.matrix_groups.open.append(multiply)
+        warp.matrix_groups.open.append(warp.tracker.in_matrix_group(warp, instruction, multiply))
         if not warp.cta.grid.scheduler.late_matrix:
             _finish(warp.matrix_groups.open)
 
@@ -118,6 +118,7 @@ def _commit(asm: Assembler, instruction: Instruction) -> Step:
         groups = warp.matrix_groups
         groups.committed.append(groups.open)
         groups.open = []
+        warp.tracker.matrix_group_committed(warp)
 
     return converged(step, all_members, instruction.text)
 
@@ -130,6 +131,7 @@ def _wait(asm: Assembler, instruction: Instruction) -> Step:
         committed = warp.matrix_groups.committed
         while len(committed) > latest:
             _finish(committed.pop(0))
+        warp.tracker.matrix_group_awaited(warp, latest)
 
     return converged(step, all_members, instruction.text)
 
@@ -169,6 +171,7 @@ def _stmatrix(asm: Assembler, instruction: Instruction) -> Step:
         for tile, source in enumerate(sources):
             matrix = np.array(np.broadcast_to(source(warp), 32)).view(np.uint16).reshape(8, 8)
             rows = np.ascontiguousarray(matrix.T if transposed else matrix).view(np.uint8).reshape(8, 16)
+            warp.tracker.stored(warp, instruction, "shared", _row_addresses(addresses, tile), 16)
             write(warp, "shared", _row_addresses(addresses, tile), rows)
 
     return converged(step, all_members, instruction.text)
@@ -187,6 +190,7 @@ def _ldmatrix(asm: Assembler, instruction: Instruction) -> Step:
             raise KernelFault("ldmatrix in a part of a warp")
         addresses = np.array(address(warp))
         for tile, sink in enumerate(sinks):
+            warp.tracker.loaded(warp, instruction, "shared", _row_addresses(addresses, tile), 16)
             matrix = read(warp, "shared", _row_addresses(addresses, tile), 16).view(np.uint16).reshape(8, 8)
             words = np.ascontiguousarray(matrix.T if transposed else matrix).view(np.uint32).reshape(32)
             sink(warp, words, None)

@@ -125,6 +125,7 @@ def _alloc(asm: Assembler, instruction: Instruction) -> Step:
             return warp.block(lambda: f"{instruction.text}: {_why_not(warp.cta, columns, paired)}")
         cta, offset = place_of(warp, int(address(warp)[first_lane(mask)]))
         cta.check_shared(offset, 4)
+        warp.tracker.tensor_allocated(warp, instruction, first, columns, cta, offset)
         cta.shared_words[4][offset // 4] = first
         return None
 
@@ -166,8 +167,9 @@ def _relinquish(asm: Assembler, instruction: Instruction) -> Step:
 
 
 @opcode("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync", "tcgen05.wait::ld", "tcgen05.wait::st")
-def _no_effect(asm: Assembler, instruction: Instruction) -> Step:
-    return lambda warp, mask: None
+def _order(asm: Assembler, instruction: Instruction) -> Step:
+    """Order is what the engine gives anyway."""
+    return lambda warp, mask: warp.tracker.tensor_fence(warp, instruction)
 
 
 # ----------------------------------------------------------------------------------------------------- loads and stores
@@ -223,6 +225,12 @@ class _Move:
         register, thread = np.arange(self.repeats)[:, None], np.arange(32)[None, :]
         return block, thread % 16 + 0 * register, register * wide + thread // 16 * self.split
 
+    def touched(self, warp: Warp, lane: Any, column: Any) -> tuple[Any, Any]:
+        """Lanes and columns in tensor memory of what ``cells`` gave."""
+        address = int(self.address(warp)[0])
+        columns = np.unique(column) + (address & 0xFFFF)
+        return np.unique(lane) + (address >> 16), np.unique([columns, columns + self.packed])
+
     @staticmethod
     def _check(warp: Warp, address: int, lanes: int) -> None:
         """A warp reaches the 32 lanes of its number modulo 4."""
@@ -241,6 +249,7 @@ def _ld(asm: Assembler, instruction: Instruction) -> Step:
 
     def step(warp: Warp, mask: Mask) -> None:
         block, lane, column = move.cells(warp)
+        warp.tracker.tensor_moved(warp, instruction, *move.touched(warp, lane, column))
         values = block[lane, column]
         if move.packed:
             values = values & np.uint32(0xFFFF) | block[lane, column + 1] << np.uint32(16)
@@ -260,6 +269,7 @@ def _st(asm: Assembler, instruction: Instruction) -> Step:
 
     def step(warp: Warp, mask: Mask) -> None:
         block, lane, column = move.cells(warp)
+        warp.tracker.tensor_moved(warp, instruction, *move.touched(warp, lane, column))
         values = np.stack([np.broadcast_to(source(warp), 32) for source in sources])
         if move.packed:
             block[lane, column + 1] = values >> np.uint32(16)
