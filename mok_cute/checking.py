@@ -164,7 +164,7 @@ def _run_check(request: CheckRequest, say: Callable[[str], None]) -> CheckResult
         findings=tuple(findings.texts),
         wall_seconds=time.perf_counter() - start,
         seconds_compile=0.0 if kernel.cached else kernel.compile_seconds,
-        config=config_of(request, [len(x) for x in first.xs], workspaces[0].gpu),
+        config=config_of(request, [len(x) for x in first.xs], workspaces[0]),
     )
 
 
@@ -179,7 +179,7 @@ def check_inputs(
 ) -> None:
     """Run one set of inputs, that of this seed, and add what is found."""
     run = run_all(request, workspaces, weights, inputs, findings)
-    check_schedules(request, run.schedules, inputs, max(request.tokens), findings)
+    check_schedules(request, run.schedules, inputs, workspaces[0], findings)
     results = compared(request, run, weights, inputs, seed)
     for name, result in results.items():
         pools.setdefault(name, ErrorPool()).add(result.ours, result.baseline, result.exact, routes=result.routes)
@@ -188,7 +188,8 @@ def check_inputs(
         save_results(request.save, run)
 
 
-def config_of(request: CheckRequest, tokens: list[int], on: Gpu) -> Json:
+def config_of(request: CheckRequest, tokens: list[int], workspace: Workspace) -> Json:
+    on, config = workspace.gpu, workspace.kernel.config
     return {
         "shape": asdict(request.shape),
         "ranks": request.ranks,
@@ -198,13 +199,13 @@ def config_of(request: CheckRequest, tokens: list[int], on: Gpu) -> Json:
         "inputs": request.inputs,
         "seed": request.seed,
         "schedule_seeds": list(request.schedule_seeds) if gpu.is_virtual(request.device) else None,
-        "precision": request.config.precision,
+        "precision": config.precision,
         "direction": "forward",
         "device": request.device,
         "device_name": on.product_name,
         "engine": on.engine,
         "run": asdict(request.run),
-        "kernel": asdict(request.config),
+        "kernel": asdict(config),
     }
 
 
@@ -364,16 +365,17 @@ def check_saved(request: CheckRequest, results: dict[str, Compared], findings: F
 
 
 def check_schedules(
-    request: CheckRequest, schedules: Sequence[Schedule], inputs: Inputs, max_tokens: int, findings: Findings
+    request: CheckRequest, schedules: Sequence[Schedule], inputs: Inputs, workspace: Workspace, findings: Findings
 ) -> None:
     if Settings.from_environment().checks < 1:
         return
-    if schedule_sizes(request.shape, request.ranks, max_tokens).max_rows > MAX_MODELLED_ROWS:
+    max_tokens, row_block = max(request.tokens), workspace.kernel.config.tile_rows
+    if schedule_sizes(request.shape, request.ranks, max_tokens, row_block).max_rows > MAX_MODELLED_ROWS:
         return
     if findings.schedule_exact is None:
         findings.schedule_exact = True
     for rank, schedule in enumerate(schedules):
-        model = build_schedule_reference(inputs.topk_ids, request.shape, rank, request.ranks, max_tokens)
+        model = build_schedule_reference(inputs.topk_ids, request.shape, rank, request.ranks, max_tokens, row_block)
         difference = first_difference(schedule, model)
         if difference is not None:
             findings.schedule_exact = False

@@ -248,7 +248,6 @@ def check_request_of(args: argparse.Namespace) -> CheckRequest:
         ranks=args.ranks,
         tokens=tokens,
         run=run,
-        config=KernelConfig(),
         device=args.device,
         routing=args.routing,
         inputs=args.inputs,
@@ -330,7 +329,7 @@ def compile_command(args: argparse.Namespace) -> Outcome:
 def compile_document(shape: MoEShape, arch_name: str, ranks: int, out: Path | None) -> Json:
     from mok_cute.arch import ARCHS
 
-    config = KernelConfig()
+    config = KernelConfig.default(arch_name)
     local_experts = shape.local_experts(ranks)
     config.validate(shape, arch_name, ARCHS[arch_name].smem_bytes_per_cta, local_experts)
     from mok_cute.compile import compile_forward

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mok_cute import arch as machines
 from mok_cute import cache
-from mok_cute.config import KernelConfig
+from mok_cute.config import ROW_BLOCK, KernelConfig
 from mok_cute.settings import Settings
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def compile_forward(
 
     Raises UnsupportedError for what cannot be built on ``arch_name``, CompileError when the compiler fails.
     """
-    config = config or KernelConfig()
+    config = config or KernelConfig.default(arch_name)
     machine = machines.get(arch_name)
     config.validate(shape, machine.name, machine.smem_bytes_per_cta, local_experts)
 
@@ -105,9 +105,17 @@ def compile_forward(
 
 
 def compile_schedule(
-    shape: MoEShape, arch_name: str, ep_size: int, id_bits: int, settings: Settings | None = None
+    shape: MoEShape,
+    arch_name: str,
+    ep_size: int,
+    id_bits: int,
+    settings: Settings | None = None,
+    row_block: int = ROW_BLOCK,
 ) -> CompiledSchedule:
-    """Build the schedule kernels for int32 or int64 expert ids, or load them from the cache."""
+    """Build the schedule kernels for int32 or int64 expert ids, or load them from the cache.
+
+    row_block   rows of a GEMM tile, which experts' segments are padded to
+    """
     local_experts = shape.local_experts(ep_size)
     machines.get(arch_name)
 
@@ -118,7 +126,11 @@ def compile_schedule(
             from mok_cute.templates.schedule.kernels import ScheduleKernels
 
             kernels = ScheduleKernels(
-                num_experts=shape.num_experts, local_experts=local_experts, topk=shape.topk, id_bits=id_bits
+                num_experts=shape.num_experts,
+                local_experts=local_experts,
+                topk=shape.topk,
+                id_bits=id_bits,
+                row_block=row_block,
             )
             return cute.compile(
                 getattr(kernels, launch), *kernels.example_arguments(), options=_options(arch_name, dumps)
@@ -134,6 +146,7 @@ def compile_schedule(
         "local_experts": local_experts,
         "topk": shape.topk,
         "id_bits": id_bits,
+        "row_block": row_block,
         "options": OPTIONS,
     }
     builders = {launch: builder(launch) for launch in LAUNCHES}

@@ -12,16 +12,23 @@ if TYPE_CHECKING:
     from mok_cute.templates.scheduler.order import Geometry
 
 BF16_BYTES = 2
-ROW_BLOCK = 128  # rows of a GEMM tile; every expert's segment of routed rows is padded to a multiple of it
+ROW_BLOCK = 128  # rows of a GEMM tile that one CTA computes
+TENSOR_CORES = {"sm_90a": "wgmma", "sm_100a": "tcgen05", "sm_103a": "tcgen05"}
+MAX_STAGES = 6
+ACC_STAGES = 2  # accumulators of tcgen05, 256 columns of tensor memory each
+ANSWERS = 8  # requests for tasks that a cluster has under way while it drains
 MAX_LOCAL_EXPERTS = 512  # the prefix table of experts lies in shared memory
 MAX_EP_SIZE = 72
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Compile-time choices. Defaults are those of sm_90a; ``validate`` names what cannot be built.
+    """Compile-time choices. Defaults are those of sm_90a, ``default`` has each machine's; ``validate`` names what
+    cannot be built.
 
-    tile_rows, tile_k     GEMM tile: token rows and contraction elements per pipeline stage
+    tensor_core           "wgmma" (sm_90a) or "tcgen05" (sm_100a, sm_103a)
+    ctas_per_tile         CTAs that compute a tile together, 128 rows each: 1, or with tcgen05 a pair
+    tile_k                contraction elements per pipeline stage
     hidden_cols           hidden columns of a gate/up tile (it multiplies as many gate and as many up rows)
     down_cols             output columns of a down tile
     stages                depth of the operand ring in shared memory
@@ -31,17 +38,16 @@ class KernelConfig:
     """
 
     precision: str = "bf16"
-    tile_rows: int = ROW_BLOCK
+    tensor_core: str = "wgmma"
+    ctas_per_tile: int = 1
     hidden_cols: int = 128
     down_cols: int = 256
     tile_k: int = 64
     stages: int = 4
     out_cols: int = 64
-    consumer_warpgroups: int = 2
     dispatch_slots: int = 4
     dispatch_piece_bytes: int = 4096
     rows_per_dispatch_group: int = 8
-    tokens_per_reduce: int = 8
     raster_rows: int = 16
     roles: tuple[tuple[str, str], ...] = ()
 
@@ -53,13 +59,14 @@ class KernelConfig:
                 )
 
         rule(self.precision in ("bf16",), "precision", "only bf16 is built so far")
-        rule(self.tile_rows == ROW_BLOCK, "tile_rows", f"segments of experts are padded to {ROW_BLOCK} rows")
-        rule(self.hidden_cols == 128, "hidden_cols", "two halves of one 256-column wgmma tile: must be 128")
+        rule(self.tensor_core in TENSOR_CORES.values(), "tensor_core", "one of wgmma, tcgen05")
+        pairs = (1, 2) if self.tensor_core == "tcgen05" else (1,)
+        rule(self.ctas_per_tile in pairs, "ctas_per_tile", f"one of {pairs} with {self.tensor_core}")
+        rule(self.hidden_cols == 128, "hidden_cols", "two halves of one 256-column tile: must be 128")
         rule(self.down_cols == 2 * self.hidden_cols, "down_cols", "both GEMMs share one tile: must be 256")
         rule(self.tile_k == 64, "tile_k", "one 128-byte swizzle row of bf16: must be 64")
-        rule(2 <= self.stages <= 4, "stages", "2 to 4 stages of 48 KiB fit in shared memory")
+        rule(2 <= self.stages <= MAX_STAGES, "stages", f"2 to {MAX_STAGES} stages")
         rule(self.out_cols == 64, "out_cols", "one 128-byte swizzle row of bf16: must be 64")
-        rule(self.consumer_warpgroups == 2, "consumer_warpgroups", "64 rows each of a 128-row tile: must be 2")
         rule(3 <= self.dispatch_slots <= 8, "dispatch_slots", "3 to 8 pieces per communication warp")
         rule(
             self.dispatch_piece_bytes % 128 == 0 and 128 <= self.dispatch_piece_bytes,
@@ -71,16 +78,52 @@ class KernelConfig:
             "rows_per_dispatch_group",
             "a divisor of 128 up to 32: one lane holds the address of one row",
         )
-        rule(self.tokens_per_reduce == 8, "tokens_per_reduce", "one token per consumer warp: must be 8")
         rule(self.raster_rows >= 1, "raster_rows", "at least one row block")
 
+    @classmethod
+    def default(cls, arch_name: str) -> KernelConfig:
+        """What is built on this machine when nothing is asked for."""
+        if TENSOR_CORES.get(arch_name) == "tcgen05":
+            return cls(tensor_core="tcgen05", ctas_per_tile=2, stages=6, raster_rows=8)
+        return cls()
+
     @property
-    def threads(self) -> int:
-        return 128 * (self.consumer_warpgroups + 1)
+    def tile_rows(self) -> int:
+        """Token rows of a tile; every expert's segment of routed rows is padded to a multiple of it."""
+        return ROW_BLOCK * self.ctas_per_tile
 
     @property
     def warps(self) -> int:
-        return self.threads // 32
+        """Warps of a CTA, see templates/warps.py."""
+        return {"wgmma": 12, "tcgen05": 9}[self.tensor_core]
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def epilogue_warps(self) -> int:
+        """Warps of a CTA that hold or read accumulators; half of them write each of its two 64-row parts."""
+        return {"wgmma": 8, "tcgen05": 4}[self.tensor_core]
+
+    @property
+    def store_warps(self) -> int:
+        return 2
+
+    @property
+    def uses_launch_control(self) -> bool:
+        """Whether tasks are the clusters of the grid itself, or tickets for those that fit the GPU."""
+        return ("scheduler", "launch_control") in self.roles
+
+    @property
+    def tokens_per_reduce(self) -> int:
+        """Tokens of a reduce task: one for each epilogue warp of the CTAs that share it."""
+        return self.epilogue_warps * self.ctas_per_tile
+
+    @property
+    def weight_rows(self) -> int:
+        """Weight rows (columns of a tile) that one CTA brings to shared memory."""
+        return self.down_cols // self.ctas_per_tile
 
     def piece_bytes(self, shape: MoEShape) -> int:
         """Bytes of one piece of a row in dispatch: the row cut into equal parts of at most dispatch_piece_bytes,
@@ -103,7 +146,7 @@ class KernelConfig:
             down_cols=down_cols,
             shared_gate_up_cols=shape.shared_intermediate // self.hidden_cols,
             shared_down_cols=down_cols if has_shared else 0,
-            arrivals_per_tile=self.consumer_warpgroups,
+            arrivals_per_tile=self.store_warps * self.ctas_per_tile,
             rows_per_dispatch_group=self.rows_per_dispatch_group,
             tokens_per_reduce=self.tokens_per_reduce,
             raster_rows=self.raster_rows,
@@ -111,22 +154,26 @@ class KernelConfig:
 
     def smem_plan(self, shape: MoEShape, local_experts: int) -> dict[str, int]:
         """Bytes of shared memory per CTA by purpose. Dispatch pieces lie in the operand ring, which is idle then."""
-        operand = self.tile_rows * self.tile_k * BF16_BYTES + self.down_cols * self.tile_k * BF16_BYTES
-        staging = self.consumer_warpgroups * 2 * (self.tile_rows // 2) * self.out_cols * BF16_BYTES
-        barriers = 8 * (2 * self.stages + 2 + 4 * self.consumer_warpgroups + self.warps * self.dispatch_slots)
-        return {
+        operand = (ROW_BLOCK + self.weight_rows) * self.tile_k * BF16_BYTES
+        barriers = 2 * self.stages + 2 + 4 * self.store_warps + self.warps * self.dispatch_slots
+        plan = {
             "operand ring (A and B stages)": self.stages * operand,
-            "epilogue staging": staging,
+            "epilogue staging": 2 * ROW_BLOCK * self.out_cols * BF16_BYTES,
             "expert prefix table": 4 * local_experts,
-            "barriers": barriers,
-            "task slots": 64 * (1 + 2 * self.consumer_warpgroups),
+            "barriers": 8 * barriers,
+            "task slot and messages": 64 + 2 * self.store_warps * 32,
         }
+        if self.tensor_core == "tcgen05":
+            plan["barriers"] += 8 * (2 * ACC_STAGES + ANSWERS + 3)
+            plan["answers of the task source"] = 16 * ANSWERS + 16
+        return plan
 
     def validate(self, shape: MoEShape, arch_name: str, smem_limit: int, local_experts: int) -> None:
         """Raise UnsupportedError for what this configuration cannot build, naming argument, value, rule and change."""
-        if arch_name != "sm_90a":
+        wanted = TENSOR_CORES.get(arch_name)
+        if self.tensor_core != wanted:
             raise UnsupportedError(
-                f"arch={arch_name}: the forward megakernel is built for sm_90a; choose --arch sm_90a."
+                f"tensor_core={self.tensor_core}: {arch_name} has {wanted}; use KernelConfig.default({arch_name!r})."
             )
         if local_experts > MAX_LOCAL_EXPERTS:
             raise UnsupportedError(
@@ -145,7 +192,8 @@ class KernelConfig:
 class RunConfig:
     """Run-time choices: they change speed and memory, never results.
 
-    minibatch     routed rows handed over at once between dispatch and compute; a multiple of 128
+    minibatch     routed rows handed over at once between dispatch and compute; a multiple of 128, and rounded up to
+                  whole tiles where those have more rows
     macrobatch    routed rows that the rings hold; a multiple of minibatch
     comm_sms      CTAs that move rows before they join the others in computing, fewer than the rank's CTAs; None:
                   16, but at most a quarter of them
@@ -172,17 +220,14 @@ class RunConfig:
         rule(self.num_sms is None or self.num_sms >= 2, "num_sms", "at least two CTAs: one moves rows, one computes")
 
     @property
-    def minibatch_blocks(self) -> int:
-        return self.minibatch // ROW_BLOCK
-
-    @property
     def ring_minibatches(self) -> int:
         return self.macrobatch // self.minibatch
 
-    def fitted(self, max_rows: int) -> RunConfig:
-        """The same choices with the rings no longer than the rows that can exist (at least one minibatch)."""
-        rows = max(ROW_BLOCK, max_rows)
-        minibatch = min(self.minibatch, -(-rows // ROW_BLOCK) * ROW_BLOCK)
+    def fitted(self, max_rows: int, row_block: int = ROW_BLOCK) -> RunConfig:
+        """The same choices in whole tiles of ``row_block`` rows, with the rings no longer than the rows that can exist
+        (at least one minibatch)."""
+        rows = max(row_block, max_rows)
+        minibatch = min(-(-self.minibatch // row_block), -(-rows // row_block)) * row_block
         needed = -(-rows // minibatch) * minibatch
         macrobatch = max(minibatch, min(self.macrobatch // minibatch * minibatch, needed))
         return replace(self, minibatch=minibatch, macrobatch=macrobatch)

@@ -26,8 +26,8 @@ def describe(
     blocks = sum(-(-n // config.tile_rows) for n in tokens_per_expert)
     # The ring is made for the worst routing: every route of every rank here, each expert padded.
     most = -(-ranks * tokens * shape.topk // config.tile_rows) + shape.local_experts(ranks)
-    run = run.fitted(most * config.tile_rows)
-    o = order.TaskOrder(config.geometry(shape), tokens, blocks, run.minibatch_blocks, run.ring_minibatches)
+    run = run.fitted(most * config.tile_rows, config.tile_rows)
+    o = order.TaskOrder(config.geometry(shape), tokens, blocks, run.minibatch // config.tile_rows, run.ring_minibatches)
     return {
         "sizes": size_rows(shape, config, run, ranks, tokens, o),
         "phases": phase_rows(o),

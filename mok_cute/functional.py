@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mok_cute.schedule import Schedule
     from mok_cute.shapes import MoEShape
 
+MAX_GRID = 4
 DEFAULT_COMM_SMS = 16
 DEFAULT_COMM_SHARE = 4  # at most a quarter of a rank's CTAs by default
 
@@ -91,8 +92,10 @@ def create_workspaces(
 
     gpu = gpus.find(device)
     run = run or RunConfig()
-    table = WorkspaceTable.of(shape, ep_size, max_tokens, run)
     settings = settings or Settings.from_environment()
+    config = config or default_config(shape, gpu.arch.name, ep_size, max_tokens)
+    row_block = config.tile_rows
+    table = WorkspaceTable.of(shape, ep_size, max_tokens, run, row_block)
     kernel = compile_forward(shape, config, gpu.arch.name, shape.local_experts(ep_size), settings)
     if ep_size > gpu.max_ranks:
         raise UnsupportedError(
@@ -100,14 +103,15 @@ def create_workspaces(
             "use fewer ranks."
         )
     share = gpu.sms_per_rank(ep_size)
-    if share < 2:
+    needed = 2 * config.ctas_per_tile
+    if share < needed:
         raise UnsupportedError(
-            f"ep_size={ep_size}: {gpu} gives each virtual rank {share} SMs, and a rank needs at least 2; "
+            f"ep_size={ep_size}: {gpu} gives each virtual rank {share} SMs, and a rank needs at least {needed}; "
             "use fewer ranks."
         )
-    schedule_kernels = load_schedule_kernels(shape, kernel.arch, ep_size, settings, gpu)
+    schedule_kernels = load_schedule_kernels(shape, kernel.arch, ep_size, settings, gpu, row_block)
     blocks = allocate_local(table.symmetric_bytes, ep_size, gpu)
-    sizes = schedule_sizes(shape, ep_size, max_tokens)
+    sizes = schedule_sizes(shape, ep_size, max_tokens, row_block)
     workspaces = [
         Workspace(
             shape=shape,
@@ -117,7 +121,7 @@ def create_workspaces(
             symmetric=block,
             local=gpu.zeros(table.local_bytes),
             record=gpu.pinned_words(RECORD_WORDS),
-            run=run.fitted(table.max_rows),
+            run=run.fitted(table.max_rows, row_block),
             schedule_state=ScheduleState.allocate(sizes, gpu.torch_device),
             gpu=gpu,
             stream=gpu.new_stream() if ep_size > 1 else None,
@@ -281,7 +285,7 @@ def forward_ranks(
                 factor,
                 context,
                 chosen,
-                launch_ctas(workspace, chosen),
+                launch_ctas(workspace, chosen, len(xs[i])),
                 comm_ctas(workspace, chosen),
             )
         )
@@ -318,7 +322,7 @@ def forward(
 
 
 def load_schedule_kernels(
-    shape: MoEShape, arch_name: str, ep_size: int, settings: Settings, gpu: Gpu
+    shape: MoEShape, arch_name: str, ep_size: int, settings: Settings, gpu: Gpu, row_block: int
 ) -> dict[int, dict[str, Callable[..., object]]]:
     """The schedule kernels for int32 and int64 ids, by bits, loaded by one launch each on a rank of their own.
 
@@ -334,10 +338,10 @@ def load_schedule_kernels(
 
     loaded = {}
     device = gpu.torch_device
-    sizes = schedule_sizes(shape, 1, 1)
+    sizes = schedule_sizes(shape, 1, 1, row_block)
     for dtype in (torch.int32, torch.int64):
         id_bits = 8 * dtype.itemsize
-        functions = compile_schedule(shape, arch_name, ep_size, id_bits, settings).functions
+        functions = compile_schedule(shape, arch_name, ep_size, id_bits, settings, row_block).functions
         block = allocate_local(sizes.layout.symmetric_bytes, 1, gpu)[0]
         words = torch.zeros(64, dtype=torch.int32, device=device)  # stop word, then a record
         nothing = torch.full((1, shape.topk), -1, dtype=dtype, device=device)
@@ -365,7 +369,7 @@ def fit_run(workspace: Workspace, run: RunConfig | None) -> RunConfig:
     if run is None:
         return workspace.run
     table = workspace.table
-    fitted = run.fitted(table.max_rows)
+    fitted = run.fitted(table.max_rows, workspace.kernel.config.tile_rows)
     if fitted.macrobatch > table.ring_rows >= table.max_rows and fitted.minibatch <= table.ring_rows:
         fitted = replace(fitted, macrobatch=table.ring_rows // fitted.minibatch * fitted.minibatch)
     if fitted.macrobatch > table.ring_rows:
@@ -376,23 +380,67 @@ def fit_run(workspace: Workspace, run: RunConfig | None) -> RunConfig:
     return fitted
 
 
-def launch_ctas(workspace: Workspace, run: RunConfig) -> int:
-    """CTAs of a launch: never more than this rank may keep resident."""
-    return min(workspace.num_sms, run.num_sms or workspace.num_sms)
+def default_config(shape: MoEShape, arch_name: str, ep_size: int, max_tokens: int) -> KernelConfig:
+    """What a workspace is built for when nothing is asked.
+
+    A rank that has a Blackwell GPU to itself takes its tasks from launch control, with a grid for the worst routing.
+    It draws tickets instead where that grid is more than ``MAX_GRID`` times what a balanced routing needs, and where
+    virtual ranks share a GPU, which waiting clusters of one rank would fill.
+    """
+    config = KernelConfig.default(arch_name)
+    routes = max_tokens * shape.topk  # of a balanced routing, here and elsewhere
+    each = -(-routes // (shape.local_experts(ep_size) * config.tile_rows))
+    balanced = min(routes, shape.local_experts(ep_size) * each)
+    fits = most_blocks(shape, ep_size, max_tokens, config.tile_rows) <= MAX_GRID * balanced
+    if config.tensor_core == "tcgen05" and ep_size == 1 and fits:
+        config = replace(config, roles=(("scheduler", "launch_control"),))
+    return config
+
+
+def most_blocks(shape: MoEShape, ep_size: int, tokens: int, row_block: int) -> int:
+    """Row blocks of a rank for the worst routing of ``tokens`` tokens on every rank."""
+    routes = ep_size * tokens * shape.topk
+    return min(routes, routes // row_block + shape.local_experts(ep_size))
+
+
+def resident_ctas(workspace: Workspace, run: RunConfig) -> int:
+    """CTAs that may run at once: never more than this rank's share of the SMs, in whole clusters."""
+    cluster = workspace.kernel.config.ctas_per_tile
+    return min(workspace.num_sms, run.num_sms or workspace.num_sms) // cluster * cluster
+
+
+def launch_ctas(workspace: Workspace, run: RunConfig, tokens: int) -> int:
+    """CTAs of the grid: the resident ones, or with launch control one cluster for each task there may be.
+
+    tokens   of this rank in this call
+    """
+    from mok_cute.templates.scheduler.order import TaskOrder
+
+    config, table = workspace.kernel.config, workspace.table
+    if not config.uses_launch_control:
+        return resident_ctas(workspace, run)
+    blocks = table.max_rows // config.tile_rows
+    if workspace.ep_size == 1:
+        blocks = min(blocks, most_blocks(workspace.shape, 1, tokens, config.tile_rows))
+    geometry, minibatch = config.geometry(workspace.shape), run.minibatch // config.tile_rows
+    o = TaskOrder(geometry, tokens, blocks, minibatch, run.ring_minibatches)
+    return comm_ctas(workspace, run) + config.ctas_per_tile * max(1, o.num_tasks)
 
 
 def comm_ctas(workspace: Workspace, run: RunConfig) -> int:
-    """CTAs that dispatch before they compute. At least one CTA must compute from the start: dispatch may wait for
-    ring rows that only computing frees."""
-    num_ctas = launch_ctas(workspace, run)
-    if run.comm_sms is None:
-        return max(1, min(DEFAULT_COMM_SMS, num_ctas // DEFAULT_COMM_SHARE))
-    if run.comm_sms >= num_ctas:
+    """CTAs that dispatch before they compute, in whole clusters. At least one cluster must compute from the start:
+    dispatch may wait for ring rows that only computing frees."""
+    num_ctas, cluster = resident_ctas(workspace, run), workspace.kernel.config.ctas_per_tile
+    wanted = run.comm_sms
+    if wanted is None:
+        wanted = max(1, min(DEFAULT_COMM_SMS, num_ctas // DEFAULT_COMM_SHARE))
+    wanted = -(-wanted // cluster) * cluster
+    if wanted >= num_ctas:
         raise ConfigError(
-            f"comm_sms={run.comm_sms}: this rank has {num_ctas} CTAs and at least one must compute; "
-            f"set comm_sms to at most {num_ctas - 1}."
+            f"comm_sms={run.comm_sms}: this rank has {num_ctas} CTAs and at least {cluster} must compute; "
+            f"set comm_sms to at most {num_ctas - cluster}."
         )
-    return run.comm_sms
+    return wanted
 
 
 def allocate_context(workspace: Workspace, run: RunConfig) -> ForwardContext:

@@ -53,7 +53,7 @@ def forward_arguments(
         "expert_block_end": schedule.expert_block_end.data_ptr(),
         "local_ids": schedule.local_ids.data_ptr(),
         "num_tokens": schedule.num_tokens.data_ptr(),
-        "minibatch_blocks": run.minibatch_blocks,
+        "minibatch_blocks": run.minibatch // workspace.kernel.config.tile_rows,
         "ring_minibatches": run.ring_minibatches,
         "num_ctas": num_ctas,
         "comm_ctas": comm_ctas,

@@ -35,7 +35,7 @@ class CheckRequest:
     ranks: int
     tokens: tuple[int, ...]
     run: RunConfig = RunConfig()
-    config: KernelConfig = KernelConfig()
+    config: KernelConfig | None = None  # None: what the device's workspaces are built for by default
     device: str = "cuda"
     routing: str = "random"
     inputs: str = "normal"

@@ -58,6 +58,7 @@ class ScheduleSizes:
     ep_size: int
     max_tokens: int
     max_rows: int
+    row_block: int  # rows that an expert's segment is padded to a multiple of: those of a GEMM tile
     layout: ScheduleLayout
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -74,7 +75,7 @@ class ScheduleSizes:
         }
 
 
-def schedule_sizes(shape: MoEShape, ep_size: int, max_tokens: int) -> ScheduleSizes:
+def schedule_sizes(shape: MoEShape, ep_size: int, max_tokens: int, row_block: int = ROW_BLOCK) -> ScheduleSizes:
     """Sizes for the worst routing: every route of every rank may come to one rank."""
     if not 1 <= ep_size <= MAX_EP_SIZE:
         raise UnsupportedError(f"schedule: ep_size={ep_size}: 1 to {MAX_EP_SIZE} ranks; change the group.")
@@ -87,14 +88,14 @@ def schedule_sizes(shape: MoEShape, ep_size: int, max_tokens: int) -> ScheduleSi
             f"experts: at most {MAX_LOCAL_EXPERTS}; use more ranks."
         )
     routes = ep_size * max_tokens * shape.topk
-    max_rows = -(-routes // ROW_BLOCK) * ROW_BLOCK + ROW_BLOCK * local_experts
+    max_rows = -(-routes // row_block) * row_block + row_block * local_experts
     if max_rows > MAX_INDEX:
         raise UnsupportedError(
             f"schedule: max_tokens={max_tokens} with ep_size={ep_size} and topk={shape.topk} gives {max_rows} rows: "
             f"row indices are int32, at most {MAX_INDEX}; lower max_tokens."
         )
     layout = schedule_layout(topk=shape.topk, local_experts=local_experts, ep_size=ep_size, max_tokens=max_tokens)
-    return ScheduleSizes(shape.num_experts, local_experts, shape.topk, ep_size, max_tokens, max_rows, layout)
+    return ScheduleSizes(shape.num_experts, local_experts, shape.topk, ep_size, max_tokens, max_rows, row_block, layout)
 
 
 def schedule_symmetric_bytes(shape: MoEShape, ep_size: int, max_tokens: int) -> int:
@@ -228,7 +229,12 @@ def launch_schedule(
 
 
 def build_schedule_reference(
-    ids_per_rank: Sequence[torch.Tensor], shape: MoEShape, rank: int, ep_size: int, max_tokens: int
+    ids_per_rank: Sequence[torch.Tensor],
+    shape: MoEShape,
+    rank: int,
+    ep_size: int,
+    max_tokens: int,
+    row_block: int = ROW_BLOCK,
 ) -> Schedule:
     """The schedule of one rank in plain torch; the device must give the same arrays.
 
@@ -238,7 +244,7 @@ def build_schedule_reference(
 
     if len(ids_per_rank) != ep_size:
         raise ConfigError(f"ids_per_rank: {len(ids_per_rank)} tensors for ep_size={ep_size}; pass one per rank.")
-    sizes = schedule_sizes(shape, ep_size, max_tokens)
+    sizes = schedule_sizes(shape, ep_size, max_tokens, row_block)
     for ids in ids_per_rank:
         check_topk_ids(sizes, ids)
     device = ids_per_rank[rank].device
@@ -264,16 +270,16 @@ def build_schedule_reference(
     most = max(sizes.max_tokens * sizes.topk, 1)
     in_order = torch.argsort((expert * most + turn) * ep_size + peer)
     tokens_per_expert = torch.bincount(expert, minlength=sizes.local_experts)
-    blocks = -(-tokens_per_expert // ROW_BLOCK)
+    blocks = -(-tokens_per_expert // row_block)
     block_end = torch.cumsum(blocks, 0)
     expert_start = torch.cumsum(tokens_per_expert, 0) - tokens_per_expert
     owner = expert[in_order]
-    row = (block_end - blocks)[owner] * ROW_BLOCK + torch.arange(route.numel(), device=device) - expert_start[owner]
+    row = (block_end - blocks)[owner] * row_block + torch.arange(route.numel(), device=device) - expert_start[owner]
 
     result = allocate_schedule(sizes, device, poison=-1)
     result.peer_rank[row] = peer[in_order].int()
     result.peer_route[row] = route[in_order].int()
-    result.num_rows[0] = blocks.sum() * ROW_BLOCK
+    result.num_rows[0] = blocks.sum() * row_block
     result.expert_block_end.copy_(block_end)
     result.tokens_per_expert.copy_(tokens_per_expert)
     result.local_ids[: clean[rank].shape[0]] = clean[rank].int()

@@ -88,15 +88,18 @@ class WorkspaceTable:
     local_bytes: int
 
     @classmethod
-    def of(cls, shape: MoEShape, ep_size: int, max_tokens: int, run: RunConfig) -> WorkspaceTable:
+    def of(
+        cls, shape: MoEShape, ep_size: int, max_tokens: int, run: RunConfig, row_block: int = ROW_BLOCK
+    ) -> WorkspaceTable:
+        """``row_block``: rows of a GEMM tile."""
         if not 1 <= ep_size <= MAX_EP_SIZE:
             raise ConfigError(f"ep_size={ep_size}: between 1 and {MAX_EP_SIZE}; pass the number of ranks.")
         if max_tokens < 0:
             raise ConfigError(f"max_tokens={max_tokens}: at least 0; pass the largest token count of any rank.")
-        max_rows = max_routed_rows(shape, ep_size, max_tokens)
-        ring_rows = run.fitted(max_rows).macrobatch
+        max_rows = max_routed_rows(shape, ep_size, max_tokens, row_block)
+        ring_rows = run.fitted(max_rows, row_block).macrobatch
         tokens = max(max_tokens, 1)
-        counters = CounterLayout.of(max_rows // ROW_BLOCK, -(-tokens // ROW_BLOCK))
+        counters = CounterLayout.of(max_rows // row_block, -(-tokens // row_block))
         flags = (ep_size * PEER_SIGNAL_BYTES,)
         sym, loc = "symmetric", "local"
         rows = [
@@ -138,15 +141,17 @@ class WorkspaceTable:
         return cls(placed, counters, max_tokens, max_rows, ring_rows, ends[sym], ends[loc])
 
 
-def max_routed_rows(shape: MoEShape, ep_size: int, max_tokens: int) -> int:
+def max_routed_rows(shape: MoEShape, ep_size: int, max_tokens: int, row_block: int = ROW_BLOCK) -> int:
     """Rows of a rank for the worst routing: every route of every rank here, each expert's segment padded."""
     routes = ep_size * max_tokens * shape.topk
-    return -(-routes // ROW_BLOCK) * ROW_BLOCK + ROW_BLOCK * shape.local_experts(ep_size)
+    return -(-routes // row_block) * row_block + row_block * shape.local_experts(ep_size)
 
 
-def describe_workspace(shape: MoEShape, ep_size: int, max_tokens: int, run: RunConfig) -> list[dict[str, Any]]:
+def describe_workspace(
+    shape: MoEShape, ep_size: int, max_tokens: int, run: RunConfig, row_block: int = ROW_BLOCK
+) -> list[dict[str, Any]]:
     """One row per buffer, for ``explain``; nothing is allocated."""
-    table = WorkspaceTable.of(shape, ep_size, max_tokens, run)
+    table = WorkspaceTable.of(shape, ep_size, max_tokens, run, row_block)
     return [
         {
             "buffer": b.name,

@@ -17,13 +17,14 @@ from typing import Any
 from mok_cute.errors import ConfigError, UnsupportedError
 from mok_cute.templates.interface import Plan
 
-HOPPER = "sm_90a"
+HOPPER = ("sm_90a",)
+BLACKWELL = ("sm_100a", "sm_103a")
 # What is used where KernelConfig.roles names nothing else.
 DEFAULTS = {
     "dispatch": "pull",
     "scheduler": "tickets",
     "load": "tma",
-    "multiply": "wgmma",
+    "multiply": "tensor_core",
     "activation": "swiglu",
     "epilogue": "chunks",
     "store": "chunks",
@@ -86,18 +87,23 @@ def names() -> list[tuple[str, str, str, str]]:
 
 def _ours() -> None:
     package = "mok_cute.templates"
-    for role, target in {
-        "dispatch": "dispatch.pull:PullDispatch",
-        "scheduler": "scheduler.dynamic:TicketScheduler",
-        "load": "grouped_gemm.mainloop_sm90:Sm90Load",
-        "multiply": "grouped_gemm.mainloop_sm90:Sm90Multiply",
-        "activation": "swiglu.forward:SwiGLU",
-        "epilogue": "epilogue.store:Epilogue",
-        "store": "epilogue.store:StoreWarp",
-        "push": "combine.push:PushCombine",
-        "reduce": "combine.reduce:ReduceCombine",
-    }.items():
-        register(role, DEFAULTS[role], (HOPPER,), f"{package}.{target}")
+    both = HOPPER + BLACKWELL
+    for role, name, machines, target in (
+        ("dispatch", "pull", both, "dispatch.pull:PullDispatch"),
+        ("scheduler", "tickets", HOPPER, "scheduler.dynamic:TicketScheduler"),
+        ("scheduler", "tickets", BLACKWELL, "scheduler.clusters:ClusterTickets"),
+        ("scheduler", "launch_control", BLACKWELL, "scheduler.clusters:LaunchControl"),
+        ("load", "tma", HOPPER, "grouped_gemm.mainloop_sm90:Sm90Load"),
+        ("load", "tma", BLACKWELL, "grouped_gemm.mainloop_sm100:Sm100Load"),
+        ("multiply", "tensor_core", HOPPER, "grouped_gemm.mainloop_sm90:Sm90Multiply"),
+        ("multiply", "tensor_core", BLACKWELL, "grouped_gemm.mainloop_sm100:Sm100Multiply"),
+        ("activation", "swiglu", both, "swiglu.forward:SwiGLU"),
+        ("epilogue", "chunks", both, "epilogue.store:Epilogue"),
+        ("store", "chunks", both, "epilogue.store:StoreWarp"),
+        ("push", "rows", both, "combine.push:PushCombine"),
+        ("reduce", "weighted_sum", both, "combine.reduce:ReduceCombine"),
+    ):
+        register(role, name, machines, f"{package}.{target}")
 
 
 _ours()

@@ -21,3 +21,21 @@ SM90_WARPS = 12
 # 512 registers for each triple of threads, one per warpgroup (64 Ki registers, 384 threads, multiples of 8).
 SM90_REGISTERS_SERVICE = 72
 SM90_REGISTERS_CONSUMER = 216
+
+
+class Sm100Warps(IntEnum):
+    """First warp of each role on sm_100a and sm_103a: 9 warps. Accumulators lie in tensor memory, so 288 threads share
+    the registers evenly (224 each at most) and no budget is moved between roles.
+
+    EPILOGUE   four warps; warp 4 + q reads the lanes 32 * q .. 32 * q + 31 of tensor memory, which are rows of the tile
+    MMA        issues for both CTAs of a pair, in CTA 0
+    """
+
+    LOAD = 0
+    SCHEDULER = 1
+    STORE = 2
+    EPILOGUE = 4
+    MMA = 8
+
+
+SM100_WARPS = 9

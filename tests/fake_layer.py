@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mok_cute import reference
+from mok_cute.config import KernelConfig
 from mok_cute.errors import PeerTimeoutError, TimeoutReport
 from mok_cute.schedule import build_schedule_reference
 
@@ -48,7 +49,9 @@ class FakeWorkspace:
     launches: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     gpu: FakeGpu = field(default_factory=FakeGpu)
-    kernel: Any = field(default_factory=lambda: SimpleNamespace(cached=False, compile_seconds=2.5))
+    kernel: Any = field(
+        default_factory=lambda: SimpleNamespace(cached=False, compile_seconds=2.5, config=KernelConfig())
+    )
 
     @property
     def table(self) -> Any:

@@ -125,7 +125,6 @@ def test_usage_errors_exit_2(arguments: list[str], capsys: Any):
         (["check", "--direction", "backward"], "--direction backward"),
         (["check", "--direction", "both"], "--direction both"),
         (["check", "--hidden", "200"], "hidden=200"),
-        (["compile", "--arch", "sm_100a"], "arch=sm_100a"),
         (["compile", "--precision", "mxfp8"], "--precision mxfp8"),
         (["compile", "--intermediate", "72"], "intermediate=72"),
         (["explain", "--precision", "mxfp8"], "--precision mxfp8"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mok_cute.arch import ARCHS
-from mok_cute.config import MAX_LOCAL_EXPERTS, KernelConfig, RunConfig
+from mok_cute.config import MAX_LOCAL_EXPERTS, TENSOR_CORES, KernelConfig, RunConfig
 from mok_cute.errors import ConfigError, UnsupportedError
 from mok_cute.shapes import PRESETS, MoEShape
 
@@ -21,14 +21,14 @@ TINY = MoEShape.preset("tiny")
     ("argument", "value", "rule"),
     [
         ("precision", "fp8", "only bf16 is built"),
-        ("tile_rows", 64, "padded to 128 rows"),
+        ("tensor_core", "mma", "one of wgmma, tcgen05"),
+        ("ctas_per_tile", 2, "one of (1,) with wgmma"),
         ("hidden_cols", 64, "must be 128"),
         ("down_cols", 128, "must be 256"),
         ("tile_k", 128, "must be 64"),
-        ("stages", 1, "2 to 4 stages"),
-        ("stages", 5, "2 to 4 stages"),
+        ("stages", 1, "2 to 6 stages"),
+        ("stages", 7, "2 to 6 stages"),
         ("out_cols", 128, "must be 64"),
-        ("consumer_warpgroups", 1, "must be 2"),
         ("dispatch_slots", 2, "3 to 8 pieces"),
         ("dispatch_slots", 9, "3 to 8 pieces"),
         ("dispatch_piece_bytes", 0, "positive multiple of 128"),
@@ -36,7 +36,6 @@ TINY = MoEShape.preset("tiny")
         ("rows_per_dispatch_group", 0, "divisor of 128 up to 32"),
         ("rows_per_dispatch_group", 24, "divisor of 128 up to 32"),
         ("rows_per_dispatch_group", 64, "divisor of 128 up to 32"),
-        ("tokens_per_reduce", 4, "must be 8"),
         ("raster_rows", 0, "at least one"),
     ],
 )
@@ -100,11 +99,23 @@ def test_pieces_of_a_row_are_equal_parts_that_bulk_copies_can_move(hidden: int, 
     assert 2 * shape.hidden % size == 0
 
 
-@pytest.mark.parametrize("arch_name", ["sm_100a", "sm_103a"])
-def test_validate_refuses_a_machine_that_is_not_built(arch_name: str) -> None:
-    limit = ARCHS[arch_name].smem_bytes_per_cta
-    with pytest.raises(UnsupportedError, match=rf"arch={arch_name}: .*built for sm_90a; choose"):
-        KernelConfig().validate(TINY, arch_name, limit, 8)
+@pytest.mark.parametrize("arch_name", list(ARCHS))
+def test_the_default_of_each_machine_is_valid_there_and_nowhere_else(arch_name: str) -> None:
+    config = KernelConfig.default(arch_name)
+    for other in ARCHS.values():
+        if TENSOR_CORES[other.name] == TENSOR_CORES[arch_name]:
+            config.validate(TINY, other.name, other.smem_bytes_per_cta, 8)
+        else:
+            with pytest.raises(UnsupportedError, match=f"tensor_core={config.tensor_core}: {other.name} has"):
+                config.validate(TINY, other.name, other.smem_bytes_per_cta, 8)
+
+
+def test_every_preset_fits_shared_memory_on_every_machine() -> None:
+    for machine in ARCHS.values():
+        for shape in PRESETS.values():
+            KernelConfig.default(machine.name).validate(
+                shape, machine.name, machine.smem_bytes_per_cta, shape.num_experts
+            )
 
 
 def test_validate_refuses_more_experts_than_the_prefix_table_holds() -> None:

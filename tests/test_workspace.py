@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mok_cute import functional, launcher
-from mok_cute.config import MAX_EP_SIZE, ROW_BLOCK, RunConfig
+from mok_cute.config import MAX_EP_SIZE, ROW_BLOCK, KernelConfig, RunConfig
 from mok_cute.errors import ConfigError, PeerTimeoutError, TimeoutReport, UnsupportedError
 from mok_cute.gpu import Gpu
 from mok_cute.launcher import expert_stride
@@ -51,7 +51,7 @@ def make_workspace(shape: MoEShape = TINY, ep_size: int = 1, max_tokens: int = 2
     peers = torch.full((ep_size,), memory.data_ptr(), dtype=torch.int64)
     fields: dict[str, Any] = {
         "shape": shape,
-        "kernel": SimpleNamespace(function=Mock()),
+        "kernel": SimpleNamespace(function=Mock(), config=KernelConfig()),
         "settings": Settings(timeout_s=1.5, entry_timeout_s=0.0),
         "table": table,
         "symmetric": SymmetricBlock(memory, peers, ep_size - 1, ep_size),
@@ -356,7 +356,7 @@ def test_a_call_may_ask_for_more_than_can_exist() -> None:
 
 @pytest.mark.parametrize(("num_sms", "chosen"), [(132, 16), (33, 8), (8, 2), (7, 1), (2, 1)])
 def test_communication_ctas_are_a_quarter_and_at_most_sixteen_by_default(num_sms: int, chosen: int) -> None:
-    w: Any = SimpleNamespace(num_sms=num_sms)
+    w = make_workspace(num_sms=num_sms)
     assert functional.comm_ctas(w, RunConfig()) == chosen
     assert functional.comm_ctas(w, RunConfig(comm_sms=1)) == 1
 

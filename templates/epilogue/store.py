@@ -1,24 +1,26 @@
-"""From accumulators to global memory: consumer warpgroups hand chunks of 64 columns to their store warp.
+"""From accumulators to global memory: the writers of a 64-row part of a tile hand chunks to their store warp.
 
-A consumer warpgroup rounds its accumulators to bf16, writes a chunk (64 rows x 64 columns) to one of two buffers in
-shared memory, adds a message saying what the chunk is, and goes on to its next tile. Its store warp moves the chunk:
-by TMA to a matrix of this rank, or row by row to the owners (combine). So waiting for stores never stops the MMA.
+The writers round their accumulators to bf16, put a chunk (64 rows x 64 columns) into one of two buffers in shared
+memory, add a message saying what the chunk is, and go on to their next tile. Their store warp moves the chunk: by TMA
+to a matrix of this rank, or row by row to the owners (combine). So waiting for stores never stops the MMA.
 
-| pipeline | producer                | consumer      | arrivals per phase |
-|----------|-------------------------|---------------|--------------------|
-| chunk    | one consumer warpgroup  | its store warp | full: 128, every consumer thread; empty: 1 |
+| pipeline | producer                     | consumer        | arrivals per phase |
+|----------|------------------------------|-----------------|--------------------|
+| chunk    | the writers of one part      | its store warp  | full: every writing thread (128, tcgen05: 64); empty: 1 |
+
+A CTA has two parts: the two consumer warpgroups of wgmma, or the two halves of the epilogue warps of tcgen05.
 """
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass import AddressSpace, BFloat16, Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from mok_cute.templates import records, registry, signal
-from mok_cute.templates.grouped_gemm.mainloop_sm90 import tile_modes
-from mok_cute.templates.interface import Plan
+from mok_cute.templates.arch.tiles import tile_modes
+from mok_cute.templates.interface import Accumulators, Plan
 from mok_cute.templates.lanes import Untouched
 from mok_cute.templates.launch_args import PUSHES_DONE, LaunchArgs
 from mok_cute.templates.scheduler import order
@@ -33,8 +35,10 @@ MATRIX_OF = {
     TO_SAVED_UP: "saved_up",
     TO_SHARED_Y: "shared_y",
 }
-MESSAGE_WORDS = 16
+MESSAGE_WORDS = 8
 BUFFERS = 2
+CHUNK_ROWS = 64
+PARTS = 2  # of a CTA, each with a store warp
 
 
 class Message(NamedTuple):
@@ -47,18 +51,25 @@ class Message(NamedTuple):
 
 
 class Chunks(Untouched):
-    """One warpgroup's two buffers and their barriers."""
+    """One part's two buffers and their barriers."""
 
     def __init__(self, full: cute.Pointer, empty: cute.Pointer, messages: cute.Pointer):
         self.full, self.empty, self.messages = full, empty, messages  # BUFFERS each
 
 
+def chunks_of(s: Any, part: Int32) -> Chunks:
+    """A part's share of ``storage.Storage``."""
+    first = part * BUFFERS
+    return Chunks(s.chunk_full + first, s.chunk_empty + first, s.messages + first * MESSAGE_WORDS)
+
+
 class Epilogue:
-    """The consumer side: arithmetic on the accumulators, then chunks of bf16 into shared memory."""
+    """The writers' side: arithmetic on the accumulators, then chunks of bf16 into shared memory."""
 
     def __init__(self, plan: Plan):
         self.activation = registry.make(plan, "activation")
         self.tile_cols, self.out_cols = plan.config.down_cols, plan.config.out_cols
+        self.parts_per_block = plan.config.tile_rows // CHUNK_ROWS
 
     @staticmethod
     def unsupported_reason(plan: Plan) -> str | None:
@@ -67,20 +78,16 @@ class Epilogue:
     @cute.jit
     def hand_over(
         self,
-        r2s: cute.TiledCopy,
-        src: cute.Tensor,  # bf16 fragment of the whole tile, in stmatrix order
-        dst: cute.Tensor,  # this thread's part of the staging, (.., buffers)
-        chunk: cutlass.Constexpr,  # which 64 columns of the tile
+        tile: Accumulators,
+        chunk: Any,  # what ``tile`` made of 64 columns
         buffer: cutlass.Constexpr,
         chunks: Chunks,
         parity: Int32,  # of the buffers' present phase
         message: Message,
-        thread: Int32,  # within the warpgroup
+        thread: Int32,  # among the writers of the part
     ):
         cute.arch.mbarrier_wait(chunks.empty + buffer, parity ^ 1)
-        per = cute.size(dst, mode=[2])
-        for q in cutlass.range_constexpr(per):
-            cute.copy(r2s, src[(None, chunk * per + q), 0, 0], dst[None, 0, q, buffer])
+        tile.put(chunk, buffer)
         cute.arch.fence_view_async_shared()  # the store warp's TMA reads what these threads wrote
         if thread == 0:
             words = chunks.messages + buffer * MESSAGE_WORDS
@@ -91,24 +98,19 @@ class Epilogue:
     @cute.jit
     def run(
         self,
-        acc: cute.Tensor,  # f32 fragment: columns 0..127 gate and 128..255 up, or 256 columns of y
-        r2s: cute.TiledCopy,
-        r2s_thread: Any,
-        dst: cute.Tensor,
+        tile: Accumulators,
         task: Task,
         chunks: Chunks,
         parity: Int32,
         thread: Int32,
-        warpgroup: Int32,
+        part: Int32,  # which 64 rows of the tile these writers have
         save: Boolean,  # this tile belongs to the saved context
     ) -> Int32:
         """Hand over one tile; returns the parity for the next. Every tile is an even number of chunks."""
-        row_tile = task.row_block * 2 + warpgroup
-        ring_tile = task.operand_block * 2 + warpgroup
-        half = cute.size(acc) // 2
+        row_tile = task.row_block * self.parts_per_block + part
+        ring_tile = task.operand_block * self.parts_per_block + part
         is_down = (task.kind == order.DOWN) | (task.kind == order.SHARED_DOWN)
-        out = cute.make_rmem_tensor(acc.shape, BFloat16)
-        out.store(acc.load().to(BFloat16))
+        tile.begin()
         if is_down:
             target, rows = Int32(TO_OWNERS), row_tile
             if task.kind == order.SHARED_DOWN:
@@ -124,17 +126,12 @@ class Epilogue:
                     task.publish_word if const_expr(last) else Int32(NO_WORD),
                     task.row_block,
                 )
-                self.hand_over(r2s, r2s_thread.retile(out), dst, c, c % 2, chunks, parity, message, thread)
+                self.hand_over(tile, tile.columns(c), c % 2, chunks, parity, message, thread)
                 if const_expr(c % 2 == 1):
                     parity ^= 1
         else:
             # The activation sees gate and up as bf16, as they would be saved and replayed.
-            hidden32 = cute.make_rmem_tensor(acc.shape, Float32)
-            hidden32.store(out.load().to(Float32))
-            for i in cutlass.range_constexpr(half):
-                hidden32[i] = self.activation(hidden32[i], hidden32[i + half])
-            hidden = cute.make_rmem_tensor(acc.shape, BFloat16)
-            hidden.store(hidden32.load().to(BFloat16))
+            tile.activate(self.activation)
             target = Int32(TO_HIDDEN)
             if task.kind == order.SHARED_GATE_UP:
                 target = Int32(TO_SHARED_HIDDEN)
@@ -149,7 +146,7 @@ class Epilogue:
                     task.publish_word if const_expr(last) else Int32(NO_WORD),
                     task.row_block,
                 )
-                self.hand_over(r2s, r2s_thread.retile(hidden), dst, c, c % 2, chunks, parity, message, thread)
+                self.hand_over(tile, tile.hidden(c), c % 2, chunks, parity, message, thread)
                 if const_expr(c % 2 == 1):
                     parity ^= 1
             if save:
@@ -162,7 +159,7 @@ class Epilogue:
                         Int32(NO_WORD),
                         task.row_block,
                     )
-                    self.hand_over(r2s, r2s_thread.retile(out), dst, c, c % 2, chunks, parity, message, thread)
+                    self.hand_over(tile, tile.columns(c), c % 2, chunks, parity, message, thread)
                     if const_expr(c % 2 == 1):
                         parity ^= 1
         return parity
@@ -180,10 +177,11 @@ class Epilogue:
 
 
 class StoreWarp:
-    """The store side: one warp per consumer warpgroup."""
+    """The store side: one warp per part."""
 
     def __init__(self, plan: Plan):
         self.geometry, self.push = plan.geometry, registry.make(plan, "push")
+        self.chunk = CHUNK_ROWS * plan.config.out_cols  # elements
         shared = (TO_SHARED_HIDDEN, TO_SHARED_Y) if plan.has_shared else ()
         self.matrices = (TO_HIDDEN, TO_SAVED_GATE, TO_SAVED_UP, *shared)
 
@@ -196,14 +194,16 @@ class StoreWarp:
         self,
         a: LaunchArgs,
         stores: Any,  # name -> (copy atom, TMA tensor), boxes of (64, 64)
-        sOut: cute.Tensor,  # (64, 64, 2 warpgroups, 1, BUFFERS) bf16, swizzled
-        out_bytes: cute.Pointer,  # the same memory of this warpgroup's first buffer
-        warpgroup: Int32,
+        sOut: cute.Tensor,  # (PARTS * 64, 64, BUFFERS) bf16, swizzled
+        part: Int32,
         chunks: Chunks,
         counters: Int64,
         control: signal.WaitControl,
-        buffer_stride: cutlass.Constexpr,  # elements between the two buffers
     ):
+        box = (CHUNK_ROWS, self.chunk // CHUNK_ROWS)
+        parts = cute.flat_divide(sOut, box)  # (64, 64, PARTS, 1, BUFFERS)
+        first = cute.make_ptr(BFloat16, sOut.iterator.toint(), AddressSpace.smem, assumed_align=1024)
+        out = first + part * self.chunk  # this part's first buffer
         lane = cute.arch.lane_idx()
         o = device_order(self.geometry, a)
         total_pushes = order.total_pushes(o)
@@ -240,20 +240,19 @@ class StoreWarp:
                 for target in self.matrices:  # unrolled while tracing
                     if m.target == target:
                         atom, tensor = stores[MATRIX_OF[target]]
-                        box = (64, 64)
                         tSs, tSg = cpasync.tma_partition(
                             atom,
                             0,
                             cute.make_layout(1),
-                            tile_modes(sOut),
+                            tile_modes(parts),
                             tile_modes(cute.local_tile(tensor, box, (None, None))),
                         )
                         if lane == 0:
-                            cute.copy(atom, tSs[None, warpgroup, 0, buffer], tSg[None, m.row_tile, m.col_tile])
+                            cute.copy(atom, tSs[None, part, 0, buffer], tSg[None, m.row_tile, m.col_tile])
                             cute.arch.cp_async_bulk_commit_group()
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                 if m.target == TO_OWNERS:
-                    self.push.push_chunk(a, out_bytes + buffer * buffer_stride, m.row_tile, m.col_tile)
+                    self.push.push_chunk(a, out + buffer * (PARTS * self.chunk), m.row_tile, m.col_tile)
             cute.arch.sync_warp()
             if lane == 0:
                 cute.arch.mbarrier_arrive(chunks.empty + buffer)
@@ -270,7 +269,7 @@ class StoreWarp:
         # signal hidden_ready / shared_hidden_ready[row block]   gate/up store warps -> down load warps, same GPU
         #   data     the tile's hidden columns, stored by TMA (async proxy)
         #   before   the storing lane waits until its stores are complete, then a proxy fence
-        #   publish  that lane adds 1 with release at gpu scope: two store warps per tile
+        #   publish  that lane adds 1 with release at gpu scope: one addition per store warp
         #   expect   arrivals_per_tile x column tiles of the row block
         #   wait     acquire at gpu scope by the load warp, then a proxy fence: TMA reads the rows next
         #   reset    by the next launch, which clears the set it does not use

@@ -19,20 +19,16 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pl
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu import warpgroup as wg
 
-from mok_cute.templates import records, signal
-from mok_cute.templates.grouped_gemm.rows import ROWS_GEMM, built_kinds, k_tiles
+from mok_cute.config import ROW_BLOCK
+from mok_cute.templates.arch.tiles import tile_modes
+from mok_cute.templates.grouped_gemm.load import LoadWarp, num_k_tiles
+from mok_cute.templates.grouped_gemm.rows import ROWS_GEMM, k_tiles
 from mok_cute.templates.interface import Plan
-from mok_cute.templates.scheduler import order
-from mok_cute.templates.scheduler.dynamic import NO_WORD, Task, read_slot
-
-
-def tile_modes(t: Any) -> Any:
-    """Group the two tile modes into one, as tma_partition wants them."""
-    return cute.group_modes(t, 0, 2)
+from mok_cute.templates.scheduler.dynamic import Task
 
 
 class OperandPipeline:
@@ -40,7 +36,7 @@ class OperandPipeline:
 
     def __init__(self, plan: Plan):
         config = plan.config
-        self.stages, self.consumer_warps = config.stages, plan.consumer_warps
+        self.stages, self.consumer_warps = config.stages, config.epilogue_warps
         self.tile_bytes = 2 * config.tile_k * (config.tile_rows + config.down_cols)
 
     def create(self, barriers: cute.Pointer) -> pl.PipelineTmaAsync:
@@ -55,17 +51,8 @@ class OperandPipeline:
         )
 
 
-class Sm90Load:
-    """The load warp: for each task, wait for its rows and stream both operands."""
-
-    def __init__(self, plan: Plan):
-        config = plan.config
-        self.shape, self.stages = plan.shape, config.stages
-        self.tile_rows, self.tile_k = config.tile_rows, config.tile_k
-
-    @staticmethod
-    def unsupported_reason(plan: Plan) -> str | None:
-        return None
+class Sm90Load(LoadWarp):
+    """Both operands of a tile, by TMA into the ring of this CTA."""
 
     @cute.jit
     def load_tile(
@@ -80,7 +67,7 @@ class Sm90Load:
     ) -> pl.PipelineState:
         what = ROWS_GEMM[kind]
         solo = cute.make_layout(1)
-        box = (self.tile_rows, self.tile_k)
+        box = (ROW_BLOCK, self.tile_k)
         atom_a, mA = loads[what.a]
         atom_b0, mB0 = loads[what.b[0]]
         atom_b1, mB1 = loads[what.b[1]]
@@ -106,58 +93,6 @@ class Sm90Load:
             state.advance()
         return state
 
-    @cute.jit
-    def run(
-        self,
-        loads: Any,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
-        operands: pl.PipelineTmaAsync,
-        counters: Int64,
-        control: signal.WaitControl,
-        slot: cute.Pointer,
-        slot_full: cute.Pointer,
-        slot_empty: cute.Pointer,
-    ):
-        lane = cute.arch.lane_idx()
-        state = pl.make_pipeline_state(pl.PipelineUserType.Producer, self.stages)
-        phase = Int32(0)
-        going = Boolean(True)
-        while going:
-            cute.arch.mbarrier_wait(slot_full, phase)
-            task = read_slot(slot)
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(slot_empty)
-            phase ^= 1
-            if task.load_word != NO_WORD:
-                # The rows' readiness: x_routed_ready (gate/up), hidden_ready or shared_hidden_ready (down); the
-                # argument of each stands where it is published. Every lane polls with acquire at gpu scope, and its
-                # proxy fence orders its TMA loads below behind it, whichever lane is elected to issue them.
-                # When the wait gives up, the loads still run (their addresses are valid, their data is garbage), so
-                # that every mbarrier phase completes; the store warps see the stop word and publish nothing.
-                signal_code, index = Int32(records.SIGNAL_CODE["x_routed_ready"]), task.z
-                if task.kind == order.DOWN:
-                    signal_code, index = Int32(records.SIGNAL_CODE["hidden_ready"]), task.row_block
-                if task.kind == order.SHARED_DOWN:
-                    signal_code, index = Int32(records.SIGNAL_CODE["shared_hidden_ready"]), task.row_block
-                signal.wait_at_least(
-                    counters + Int64(task.load_word) * 4,
-                    task.load_required,
-                    control,
-                    Int32(records.ROLE_LOAD),
-                    signal_code,
-                    index,
-                    False,
-                )
-                signal.async_reads_follow()
-                cute.arch.sync_warp()
-            for kind in built_kinds(self.shape):  # unrolled while tracing: one loop per operand binding
-                if task.kind == kind:
-                    state = self.load_tile(kind, loads, sA, sB, task, operands, state)
-            going = task.kind != order.END
-        operands.producer_tail(state)
-
 
 class Sm90Multiply:
     """The consumer warpgroups' inner loop: one tile's products into the accumulators."""
@@ -168,12 +103,6 @@ class Sm90Multiply:
     @staticmethod
     def unsupported_reason(plan: Plan) -> str | None:
         return None
-
-    def num_k_tiles(self, kind: Int32) -> Int32:
-        count = Int32(0)
-        for built in built_kinds(self.shape):
-            count = Int32(cutlass.select_(kind == built, Int32(k_tiles(built, self.shape, self.tile_k)), count))
-        return count
 
     @cute.jit
     def run(
@@ -188,7 +117,7 @@ class Sm90Multiply:
     ) -> pl.PipelineState:
         mma.set(wg.Field.ACCUMULATE, False)
         behind = state.clone()
-        for k in cutlass.range(self.num_k_tiles(kind), unroll=1):
+        for k in cutlass.range(num_k_tiles(kind, self.shape, self.tile_k), unroll=1):
             operands.consumer_wait(state)
             wg.fence()
             for kb in cutlass.range_constexpr(cute.size(rB, mode=[2])):
@@ -203,7 +132,3 @@ class Sm90Multiply:
         wg.wait_group(0)
         operands.consumer_release(behind)
         return state
-
-
-ACCUMULATOR = Float32
-OPERAND = BFloat16

@@ -1,7 +1,7 @@
 """The three launches of a schedule as host functions to compile: publish, count, place, in this order on one stream.
 
-Compile-time: num_experts, local_experts, topk, id_bits. Everything else is in ``ScheduleArgs``. A host function takes
-its fields one by one and then the stream.
+Compile-time: num_experts, local_experts, topk, id_bits, row_block. Everything else is in ``ScheduleArgs``. A host
+function takes its fields one by one and then the stream.
 """
 
 from typing import Any
@@ -20,12 +20,12 @@ LAUNCHES = ("publish", "count", "place")
 
 
 class ScheduleKernels:
-    def __init__(self, *, num_experts: int, local_experts: int, topk: int, id_bits: int) -> None:
+    def __init__(self, *, num_experts: int, local_experts: int, topk: int, id_bits: int, row_block: int) -> None:
         assert id_bits in (32, 64), id_bits
         self.topk = topk
         self.publish_routes = PublishRoutes(num_experts, topk, id_bits)
         self.count_routes = CountRoutes(topk, local_experts)
-        self.place_routes = PlaceRoutes(topk, local_experts)
+        self.place_routes = PlaceRoutes(topk, local_experts, row_block)
 
     @staticmethod
     def example_arguments() -> tuple[Any, ...]:

@@ -10,18 +10,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from mok_cute.config import ROW_BLOCK
 from mok_cute.templates.schedule import layout
 from mok_cute.templates.schedule.layout import ROUTES_PER_GROUP, ROUTES_PER_UNIT, THREADS, WARPS, ScheduleArgs
 from mok_cute.templates.schedule.memory import draw_last_ticket, ints, is_stopped, smem_ints, this_epoch
 
-ROW_BLOCK_SHIFT = ROW_BLOCK.bit_length() - 1
 ALL_LANES = 0xFFFFFFFF
 
 
 class PlaceRoutes:
-    def __init__(self, topk: int, local_experts: int) -> None:
+    def __init__(self, topk: int, local_experts: int, row_block: int) -> None:
         self.topk, self.local_experts = topk, local_experts
+        self.row_block, self.shift = row_block, row_block.bit_length() - 1
+        assert row_block == 1 << self.shift <= THREADS, row_block
 
     @cute.kernel
     def kernel(self, a: ScheduleArgs) -> None:
@@ -85,7 +85,7 @@ class PlaceRoutes:
             tokens = Int32(0)
             if expert < self.local_experts:
                 tokens = totals[expert]
-            blocks = (tokens + (ROW_BLOCK - 1)) >> ROW_BLOCK_SHIFT
+            blocks = (tokens + (self.row_block - 1)) >> self.shift
             end = blocks
             for i in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(end, 1 << i, mask_and_clamp=0)
@@ -100,7 +100,7 @@ class PlaceRoutes:
             blocks_before = cute.arch.shuffle_sync(end, 31)
         if cta == 0:
             if lane == 0:
-                ints(a.num_rows)[0] = blocks_before << ROW_BLOCK_SHIFT
+                ints(a.num_rows)[0] = blocks_before << self.shift
 
     @cute.jit
     def fill_padding(
@@ -111,8 +111,8 @@ class PlaceRoutes:
         expert = cta
         while expert < self.local_experts:
             tokens = totals[expert]
-            if thread < ((0 - tokens) & (ROW_BLOCK - 1)):
-                row = (starts[expert] << ROW_BLOCK_SHIFT) + tokens + thread
+            if thread < ((0 - tokens) & (self.row_block - 1)):
+                row = (starts[expert] << self.shift) + tokens + thread
                 ints(a.peer_rank)[row] = Int32(-1)
                 ints(a.peer_route)[row] = Int32(-1)
             expert += num_ctas
@@ -170,7 +170,7 @@ class PlaceRoutes:
                     own_numbers[expert] = number + cute.arch.popc(mates)
             cute.arch.sync_warp()
             if expert >= 0:
-                row = self.row_of(a, starts[expert] << ROW_BLOCK_SHIFT, expert, peer, number)
+                row = self.row_of(a, starts[expert] << self.shift, expert, peer, number)
                 ints(a.peer_rank)[row] = peer
                 ints(a.peer_route)[row] = route
 

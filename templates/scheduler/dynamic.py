@@ -95,8 +95,9 @@ class PrefixTable(Untouched):
         return DeviceOps.minimum(found, self.local_experts - 1)
 
 
-class TicketScheduler:
-    """The scheduler warp's program. ``load_slot`` is what the declared waits of ``order`` become on the device."""
+class TaskDecoder:
+    """Task numbers to slots, for the scheduler warp of every machine: ``wait_words`` and ``publish_word`` are what the
+    declared waits of ``order`` become on the device."""
 
     def __init__(self, plan: Plan):
         self.geometry, self.local_experts = plan.geometry, plan.local_experts
@@ -190,6 +191,53 @@ class TicketScheduler:
         return ok
 
     @cute.jit
+    def decode(
+        self,
+        a: LaunchArgs,
+        counters: Int64,
+        control: signal.WaitControl,
+        o: DeviceOrder,
+        table: PrefixTable,
+        ticket: Int32,
+        reduce_checked: Int32,  # 1: all pushes to this rank are known to be visible
+    ) -> tuple[Task, Int32]:
+        """The task with this number and ``reduce_checked`` for the next; END beyond the last, and for a reduce task
+        whose wait gave up."""
+        kind, operand_block, col, expert = Int32(order.END), Int32(0), Int32(0), Int32(0)
+        row_block, z, publish = Int32(0), Int32(0), Int32(NO_WORD)
+        load_word, load_required, store_word = Int32(NO_WORD), Int32(0), Int32(NO_WORD)
+        if ticket < o.num_gemm_tasks:
+            t = o.tile(ticket, table.expert_of, table.end)
+            kind, operand_block, col, expert = t.kind, t.operand_block, t.col, t.expert
+            row_block, z = t.row_block, t.z
+            load_word, load_required = self.wait_words("load", o, t, a)
+            store_word, _ = self.wait_words("store", o, t, a)
+            publish = self.publish_word(o, t, a)
+        if ticket >= o.num_gemm_tasks:
+            if ticket < o.num_tasks:
+                if reduce_checked == 0:
+                    if self.may_reduce(a, counters, o, control) != 0:
+                        reduce_checked = Int32(1)
+                if reduce_checked != 0:
+                    kind = Int32(order.REDUCE)
+                    row_block = ticket - o.num_gemm_tasks
+        task = Task(kind, operand_block, col, expert, row_block, z, load_word, load_required, store_word, publish)
+        return task, reduce_checked
+
+    @cute.jit
+    def fill_slot(self, task: Task, slot: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, phase: Int32):
+        """Hand a task to the other warps of this CTA."""
+        cute.arch.mbarrier_wait(empty, phase ^ 1)
+        if cute.arch.lane_idx() == 0:
+            for i in cutlass.range_constexpr(len(task)):
+                slot[i] = task[i]
+            cute.arch.mbarrier_arrive(full)
+
+
+class TicketScheduler(TaskDecoder):
+    """The scheduler warp's program on Hopper."""
+
+    @cute.jit
     def run(
         self,
         a: LaunchArgs,
@@ -214,31 +262,9 @@ class TicketScheduler:
                     signal.word_at(counters + TICKET * 4), Int32(1), sem="relaxed", scope="gpu"
                 )
             ticket = cute.arch.shuffle_sync(ticket, 0)
-            kind, operand_block, col, expert = Int32(order.END), Int32(0), Int32(0), Int32(0)
-            row_block, z, publish = Int32(0), Int32(0), Int32(NO_WORD)
-            load_word, load_required, store_word = Int32(NO_WORD), Int32(0), Int32(NO_WORD)
-            if ticket < o.num_gemm_tasks:
-                t = o.tile(ticket, table.expert_of, table.end)
-                kind, operand_block, col, expert = t.kind, t.operand_block, t.col, t.expert
-                row_block, z = t.row_block, t.z
-                load_word, load_required = self.wait_words("load", o, t, a)
-                store_word, _ = self.wait_words("store", o, t, a)
-                publish = self.publish_word(o, t, a)
-            if ticket >= o.num_gemm_tasks:
-                if ticket < o.num_tasks:
-                    if reduce_checked == 0:
-                        if self.may_reduce(a, counters, o, control) != 0:
-                            reduce_checked = Int32(1)
-                    if reduce_checked != 0:
-                        kind = Int32(order.REDUCE)
-                        row_block = ticket - o.num_gemm_tasks
+            task, reduce_checked = self.decode(a, counters, control, o, table, ticket, reduce_checked)
             if signal.stopped(control):
-                kind = Int32(order.END)
-            cute.arch.mbarrier_wait(empty, phase ^ 1)
-            if lane == 0:
-                values = (kind, operand_block, col, expert, row_block, z, load_word, load_required, store_word, publish)
-                for i in cutlass.range_constexpr(len(values)):
-                    slot[i] = values[i]
-                cute.arch.mbarrier_arrive(full)
+                task = task._replace(kind=Int32(order.END))
+            self.fill_slot(task, slot, full, empty, phase)
             phase ^= 1
-            going = kind != order.END
+            going = task.kind != order.END

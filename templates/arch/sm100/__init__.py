@@ -1,0 +1,1 @@
+"""Blackwell: tcgen05, accumulators in tensor memory, CTA pairs."""
