@@ -323,7 +323,7 @@ def test_unknown_instruction_is_named_with_its_line():
 
 def test_unknown_form_of_a_known_instruction_is_refused():
     with pytest.raises(UnsupportedInstruction, match="form not known"):
-        run_kernel("cvt.rp.satfinite.ue8m0x2.f32 %h1, %r1, %r2;", np.zeros(1, "u4"))
+        run_kernel("cvt.rm.satfinite.ue8m0x2.f32 %h1, %r1, %r2;", np.zeros(1, "u4"))
 
 
 def test_stray_address_names_kernel_warp_and_instruction():
