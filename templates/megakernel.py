@@ -140,9 +140,10 @@ class ForwardMegakernel:
             rank=a.rank,
             epoch=epoch,
         )
+        slot_readers = self.cta.slot_readers()
         if thread == 0:
             cute.arch.mbarrier_init(s.slot_full, 1)
-            cute.arch.mbarrier_init(s.slot_empty, self.cta.slot_readers())
+            cute.arch.mbarrier_init(s.slot_empty, slot_readers)
             for i in cutlass.range_constexpr(epilogue.PARTS * epilogue.BUFFERS):
                 cute.arch.mbarrier_init(s.chunk_full + i, self.cta.CHUNK_WRITERS)
                 cute.arch.mbarrier_init(s.chunk_empty + i, 1)
