@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import tvm_ffi
+from cutlass.cutlass_dsl.tvm_ffi_provider import TVMFFIJitCompiledFunction, TVMFFIJitCompiledFunctionWithKwargs
 from torch.overrides import TorchFunctionMode
 
 from mok_cute.emulator import driver_answers
-from mok_cute.emulator.driver import device_attributes
+from mok_cute.emulator.driver import Launch, device_attributes
 from mok_cute.emulator.dsl_patches import replace_attribute
 from mok_cute.emulator.virtual_device import VirtualDevice
 
@@ -56,6 +59,24 @@ class _Event:
     def elapsed_time(self, end: _Event) -> float:
         """Milliseconds."""
         return (end._time_ns - self._time_ns) / 1e6
+
+
+class _Graph:
+    """Launches that were made while it was captured, to be made again."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+        self.launches: list[Launch] = []
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            replace_attribute(undo, self._device, "submit", self.launches.append)
+            yield
+
+    def replay(self) -> None:
+        for launch in self.launches:
+            self._device.submit(launch)
 
 
 @dataclass(frozen=True)
@@ -105,8 +126,39 @@ def enter(device: VirtualDevice) -> ExitStack:
 
     replace_attribute(undo, torch.Tensor, "__dlpack__", as_cuda)
     replace_attribute(undo, torch.Tensor, "__dlpack_device__", lambda self: (DLPACK_CUDA, 0))
+    for function in (TVMFFIJitCompiledFunction, TVMFFIJitCompiledFunctionWithKwargs):
+        replace_attribute(undo, function, "__call__", _showing_tensors(function.__call__))
     undo.enter_context(_CudaMeansHost())
     return undo
+
+
+class _Shown:
+    """A tensor that can only be asked for its DLPack capsule."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._tensor.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return DLPACK_CUDA, 0
+
+
+def _showing_tensors(call: Callable[..., Any]) -> Callable[..., Any]:
+    """TVM-FFI takes tensors of torch by a way of its own, which would show them on the CPU."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tvm_ffi.from_dlpack(_Shown(value.detach()))
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(map(shown, value))
+        return value
+
+    def call_shown(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *map(shown, args), **{name: shown(value) for name, value in kwargs.items()})
+
+    return call_shown
 
 
 def _answers(device: VirtualDevice) -> dict[str, Any]:
@@ -116,6 +168,10 @@ def _answers(device: VirtualDevice) -> dict[str, Any]:
     properties = _Properties(
         str(device), *device.arch.capability, device.num_sms, attributes[MAX_SMEM_OPT_IN], attributes[SMEM_OF_AN_SM]
     )
+
+    class NewStream(_Stream):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(device, device.new_stream())
 
     @contextmanager
     def on_device(*args: Any) -> Any:
@@ -138,10 +194,12 @@ def _answers(device: VirtualDevice) -> dict[str, Any]:
         "current_device": lambda: 0,
         "set_device": lambda index: None,
         "device": on_device,
-        "Stream": lambda *args, **kwargs: _Stream(device, device.new_stream()),
+        "Stream": NewStream,
         "stream": on_stream,
         "current_stream": lambda *args: current[-1],
         "default_stream": lambda *args: default,
+        "CUDAGraph": lambda *args, **kwargs: _Graph(device),
+        "graph": lambda graph, *args, **kwargs: graph.capture(),
         "Event": lambda *args, **kwargs: _Event(device),
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda *args: device.synchronize(),
