@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mok_cute.emulator.decode import Instruction
 from mok_cute.emulator.execute import Assembler, KernelFault, Mask, Step, of_lane, opcode
 from mok_cute.emulator.load_store import read, write
-from mok_cute.emulator.matrix_operand import SmemDescriptor, read_operand
+from mok_cute.emulator.matrix_operand import K_BYTES, SmemDescriptor, read_operand
 from mok_cute.emulator.number_formats import TO_F32
 from mok_cute.emulator.synchronize import all_members, converged
 
@@ -48,13 +48,23 @@ def _flag(asm: Assembler, operand: str) -> Callable[[Warp], bool]:
     return lambda warp: bool(np.broadcast_to(read_flag(warp), 32)[0])
 
 
+WGMMA = re.compile(
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k(?P<k>\d+)(?P<saturates>\.satfinite)?"
+    r"\.(?P<d>f32|f16|s32)\.(?P<a>\w+)\.(?P<b>\w+)$"
+)
+OPERAND_BYTES = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
+
+
 @opcode("wgmma.mma_async")
 def _wgmma(asm: Assembler, instruction: Instruction) -> Step:
-    """{accumulator}, A, B, scale-d, negate-a, negate-b {, A is MN-major}, B is MN-major"""
-    match = re.match(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.(bf16|f16)$", instruction.opcode)
+    """{accumulator}, A, B, scale-d {, negate-a, negate-b {{, A is MN-major}, B is MN-major}}"""
+    match = WGMMA.match(instruction.opcode)
     if match is None:
         raise ValueError("shape or types")
-    n, kind = int(match[1]), match[2]
+    n, d_type, a_type, b_type = int(match["n"]), match["d"], match["a"], match["b"]
+    size = OPERAND_BYTES[a_type]
+    if OPERAND_BYTES[b_type] != size or int(match["k"]) * size != K_BYTES or match["saturates"]:
+        raise ValueError("shape or types")
     accumulator, a_operand, b_operand, scale_d, *modifiers = instruction.operands
     registers = np.array([asm.registers[name] for name in asm.vector(accumulator)])
     a_registers = np.array([asm.registers[name] for name in asm.vector(a_operand)]) if a_operand[0] == "{" else None
@@ -64,7 +74,7 @@ def _wgmma(asm: Assembler, instruction: Instruction) -> Step:
     majors = [bool(int(value)) for value in modifiers[2:]]
     b_mn = majors[-1] if majors else False
     a_mn = majors[0] if len(majors) == 2 else False
-    if len(registers) != n // 2:
+    if len(registers) != (n // 4 if d_type == "f16" else n // 2):
         raise ValueError("accumulator registers")
     row, column = _accumulator_places(n)
     sign = np.float32(signs[0] * signs[1])
@@ -79,15 +89,13 @@ def _wgmma(asm: Assembler, instruction: Instruction) -> Step:
 
         def multiply() -> None:
             if a_place is not None:
-                a = TO_F32[kind](read_operand(warp.cta, a_place, 16, 2, mn_major=a_mn, skip=16 * (warp.index % 4)))
+                raw = read_operand(warp.cta, a_place, 16, size, mn_major=a_mn, skip=16 * (warp.index % 4))
             else:
                 assert a_registers is not None
-                a = _a_from_registers(warp, a_registers, kind)
-            b = TO_F32[kind](read_operand(warp.cta, b_place, n, 2, mn_major=b_mn))
-            product = sign * (a @ b.T)
-            values = product[row, column]
-            bank = warp.banks[4].view(np.float32)
-            bank[rows_in_bank] = bank[rows_in_bank] + values if scale else values
+                raw = _a_from_registers(warp, a_registers)
+            b = TO_F32[b_type](read_operand(warp.cta, b_place, n, size, mn_major=b_mn))
+            product = sign * (TO_F32[a_type](raw) @ b.T)
+            _accumulate(warp.banks[4], rows_in_bank, product[row, column], d_type, scale)
 
         warp.matrix_groups.open.append(warp.tracker.in_matrix_group(warp, instruction, multiply))
         if not warp.cta.grid.scheduler.late_matrix:
@@ -96,14 +104,29 @@ def _wgmma(asm: Assembler, instruction: Instruction) -> Step:
     return converged(step, all_members, instruction.text)
 
 
-def _a_from_registers(warp: Warp, registers: npt.NDArray[np.int64], kind: str) -> Matrix:
-    """A fragment, (16, 16): register i of lane l has row l/4 + 8*(i%2), columns 2*(l%4) + 8*(i/2) and the next."""
-    words = np.stack([warp.u[register] for register in registers])  # (4, 32)
-    halves = TO_F32[kind](np.ascontiguousarray(words).view(np.uint16)).reshape(4, 32, 2)
-    register, lane, half = np.meshgrid(np.arange(4), np.arange(32), np.arange(2), indexing="ij")
-    result = np.zeros((16, 16), np.float32)
-    result[lane // 4 + 8 * (register % 2), 2 * (lane % 4) + 8 * (register // 2) + half] = halves
-    return result
+def _accumulate(bank: npt.NDArray[np.uint32], rows: list[int], values: Matrix, kind: str, scale: bool) -> None:
+    """``values`` (registers, 32) of one warp into its registers: f32, s32, or pairs of f16, low half first."""
+    if kind == "f32":
+        floats = bank.view(np.float32)
+        floats[rows] = floats[rows] + values if scale else values
+    elif kind == "s32":
+        whole = np.rint(values).astype(np.int32)
+        words = bank.view(np.int32)
+        words[rows] = words[rows] + whole if scale else whole
+    else:
+        halves = bank[rows].view(np.float16).reshape(len(rows), 32, 2)
+        pairs = values.reshape(len(rows), 2, 32).transpose(0, 2, 1)
+        sums = (halves.astype(np.float32) + pairs if scale else pairs).astype(np.float16)
+        bank[rows] = np.ascontiguousarray(sums).view(np.uint32).reshape(len(rows), 32)
+
+
+def _a_from_registers(warp: Warp, registers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """(16, 32) bytes of A: register i of lane l has row l/4 + 8*(i%2), four bytes from 4*(l%4) + 16*(i/2) on."""
+    result = np.zeros((16, K_BYTES // 4), np.uint32)
+    lane = np.arange(32)
+    for number, register in enumerate(registers):
+        result[lane // 4 + 8 * (number % 2), lane % 4 + 4 * (number // 2)] = warp.u[register]
+    return result.view(np.uint8)
 
 
 def _finish(group: list[Callable[[], None]]) -> None:
