@@ -34,6 +34,7 @@ LOAD = """
 @%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r9], [%q0], 16, [%r8];
 """
 STORE = "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%q0], [%r9], 16; @%p1 cp.async.bulk.commit_group;"
+DONE = "@%p1 cp.async.bulk.wait_group.read 0;"
 # One CTA publishes, the other waits for it.
 SKIP = "@!%p4 bra OTHER;"
 POLL = "bra END; OTHER: {load} %r1, [%q1]; setp.eq.s32 %p5, %r1, 0; @%p5 bra OTHER;"
@@ -116,11 +117,12 @@ CASES = {
         + WAIT,
         {},
     ),
-    "store of what was written": (ZEROS + f"[[proxy: fence.proxy.async.shared::cta;]] bar.sync 0; {STORE}", {}),
-    "store of nothing": (f"[[uninitialised: {ZEROS}]] fence.proxy.async; bar.sync 0; {STORE}", {}),
+    "store of what was written": (ZEROS + f"[[proxy: fence.proxy.async.shared::cta;]] bar.sync 0; {STORE} {DONE}", {}),
+    "store of nothing": (f"[[uninitialised: {ZEROS}]] fence.proxy.async; bar.sync 0; {STORE} {DONE}", {}),
+    "store that is not waited for": (ZEROS + f"fence.proxy.async; bar.sync 0; {STORE} [[exit: {DONE}]]", {}),
     "store before its source is reused": (
-        ZEROS + f"fence.proxy.async; bar.sync 0; {STORE} [[race: @%p1 cp.async.bulk.wait_group.read 0;]]"
-        "[[race: bar.sync 0;]] @%p3 st.shared.b32 [%r9], 1;",
+        ZEROS + f"fence.proxy.async; bar.sync 0; {STORE} [[race: {DONE}]]"
+        f"[[race: bar.sync 0;]] @%p3 st.shared.b32 [%r9], 1; {DONE}",
         {},
     ),
     "store to another CTA": (

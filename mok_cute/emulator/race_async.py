@@ -1,0 +1,334 @@
+"""Order by mbarriers, and what asynchronous operations do: copies, bulk groups, wgmma and its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mok_cute.emulator import shadow as cells
+from mok_cute.emulator.clocks import NOTHING, Actor, Clock, Knowledge
+from mok_cute.emulator.race_findings import Finding
+from mok_cute.emulator.race_memory import MemoryOrder
+from mok_cute.emulator.race_recorder import EXIT, NO_EVENT, SCOPES, SYS, Order, Space, shared_place
+from mok_cute.emulator.tracker import Addresses, Step
+
+if TYPE_CHECKING:
+    from mok_cute.emulator.decode import Instruction
+    from mok_cute.emulator.device import Cta, Grid, Warp
+
+
+@dataclass(eq=False)
+class SharedBarrier:
+    """What the detector keeps of an mbarrier. Its slot counts the phases that have ended."""
+
+    cta: Cta
+    offset: int
+    slot: int
+    by: Actor
+    epoch: int  # of the initialisation
+    place: int
+    fenced: bool = False
+    phase: int = 0  # the bit
+    ended: int = 0  # phases
+    gathering: Knowledge = NOTHING  # of all arrivals so far
+    complete: Knowledge = NOTHING  # of those up to the last phase that ended
+    waits: dict[Actor, int] = field(default_factory=dict)  # last phase that each actor has seen end
+
+
+@dataclass(frozen=True)
+class Issue:
+    """An asynchronous operation as it was issued: what comes before it, and which events it is.
+
+    reads, writes   slot and epoch of its accesses; a load's are those of the barrier that it reports to
+    pipe            slot and epoch of the operations that it comes behind, without any wait
+    """
+
+    actor: Actor
+    order: Order
+    epoch: int
+    happened: Clock
+    known: Knowledge
+    after: Clock
+    reads: tuple[int, int] = NO_EVENT
+    writes: tuple[int, int] = NO_EVENT
+    pipe: tuple[int, int] = NO_EVENT
+
+    def knowledge(self) -> Knowledge:
+        """What whoever waits for this operation learns from it, besides that it is complete."""
+        return replace(self.known, happened=self.known.happened.at(self.actor.slot, self.epoch))
+
+
+@dataclass
+class Groups:
+    """Slots of the operations that one thread (or warp) puts into groups, and the groups that are committed."""
+
+    read_slot: int
+    write_slot: int = 0
+    committed: int = 0
+    latest: tuple[Order, int] | None = None  # operation, and the number of its group
+
+
+class AsyncOrder(MemoryOrder):
+    """The async proxy. While an operation happens, ``_issue`` says whose it is."""
+
+    def __init__(self, grids: Sequence[Grid]) -> None:
+        super().__init__(grids)
+        self._barriers: dict[tuple[Cta, int], SharedBarrier] = {}
+        self._unfenced: dict[Actor, list[SharedBarrier]] = {}
+        self._groups: dict[tuple[Actor, int], Groups] = {}
+        self._matrix_groups: dict[Actor, Groups] = {}
+        self._issue: Issue | None = None  # of the asynchronous operation that is happening
+
+    def fence(self, warp: Warp, instruction: Instruction) -> None:
+        parts = instruction.parts
+        if parts[0] not in ("fence", "membar"):
+            return
+        actor = self.actor(warp)
+        if "mbarrier_init" in parts:
+            self._barriers_fenced(actor)
+        elif parts[1] == "proxy":
+            if parts[2] != "async":
+                return
+            space = parts[3].split("::")[0] if len(parts) > 3 else ""
+            actor.fence_async(shared=space != "global", globally=space != "shared")
+            if space != "global":
+                self._barriers_fenced(actor)
+        else:
+            scope = next((SCOPES[part] for part in parts if part in SCOPES), SYS)
+            self._fence_words(actor, scope)
+
+    # -------------------------------------------------------------------------------------------------------- mbarriers
+
+    def mbarrier_made(self, warp: Warp, instruction: Instruction, cta: Cta, offset: int) -> None:
+        actor, order = self.actor(warp), self.order(instruction)
+        old = self._barriers.get((cta, offset))
+        if old is not None:
+            first = self._text(old.by, old.place)
+            self._mbarrier(cta, offset, order, actor, first, "mbarrier.inval before it is initialised again")
+        slot = old.slot if old is not None else self._new_slot(self._not_waited_for(cta, offset))
+        self._generic(actor, order, "shared", np.array([self._shared_key(cta) + offset], np.uint64), 8, writes=True)
+        ended = 0 if old is None else old.ended + old.ended % 2  # an even number, as the first phase has parity 0
+        made = SharedBarrier(cta, offset, slot, actor, actor.epoch, order.place, ended=ended)
+        self._barriers[cta, offset] = made
+        self._unfenced.setdefault(actor, []).append(made)
+
+    def mbarrier_ended(self, cta: Cta, offset: int) -> None:
+        self._barriers.pop((cta, offset), None)
+
+    def _barriers_fenced(self, actor: Actor) -> None:
+        for barrier in self._unfenced.pop(actor, []):
+            barrier.fenced = True
+
+    def _barrier(
+        self, actor: Actor, order: Order, cta: Cta, offset: int, happened: Clock, *, fenced: bool
+    ) -> SharedBarrier | None:
+        """The barrier for a use of it, which must come after its initialisation; ``fenced``: and after a fence."""
+        barrier = self._barriers.get((cta, offset))
+        if barrier is None:
+            self._mbarrier(cta, offset, order, actor, "", "mbarrier.init before its first use")
+            return None
+        if barrier.by is not actor and happened[barrier.by.slot] < barrier.epoch:
+            missing = "a barrier of the CTA or cluster between mbarrier.init and this"
+            self._mbarrier(cta, offset, order, actor, self._text(barrier.by, barrier.place), missing)
+        elif fenced and not barrier.fenced:
+            missing = "fence.mbarrier_init or fence.proxy.async behind mbarrier.init, by the same warp"
+            self._mbarrier(cta, offset, order, actor, self._text(barrier.by, barrier.place), missing)
+        return barrier
+
+    def mbarrier_arrives(self, warp: Warp, instruction: Instruction, cta: Cta, offset: int) -> None:
+        """Before the arrival is counted."""
+        actor, order = self.actor(warp), self.order(instruction)
+        remote = cta is not warp.cta
+        barrier = self._barrier(actor, order, cta, offset, actor.happened(), fenced=remote)
+        if barrier is not None and "relaxed" not in instruction.parts:
+            barrier.gathering = barrier.gathering.joined(actor.release())
+
+    def mbarrier_stored(self, cta: Cta, offset: int, phase: int) -> None:
+        barrier = self._barriers.get((cta, offset))
+        if barrier is not None and barrier.phase != phase:
+            barrier.phase = phase
+            barrier.ended += 1
+            barrier.complete = barrier.gathering
+
+    def mbarrier_waits(
+        self, warp: Warp, instruction: Instruction, cta: Cta, offset: int, parity: int, done: bool
+    ) -> None:
+        actor, order = self.actor(warp), self.order(instruction)
+        barrier = self._barrier(actor, order, cta, offset, actor.happened(), fenced=False)
+        if barrier is None:
+            return
+        latest, seen = barrier.ended - 1, barrier.waits.get(actor)
+        # Waits of alternating parity follow the phases one by one; the parity tells a phase only from its neighbours.
+        if seen is not None and parity != seen & 1 and latest - seen >= (3 if done else 2):
+            first = f"its wait for phase {seen}"
+            missing = f"a wait that is less than two phases behind: phase {latest} has ended"
+            self._mbarrier(cta, offset, order, actor, first, missing)
+        if done and barrier.ended:
+            barrier.waits[actor] = latest
+            if "relaxed" not in instruction.parts:
+                actor.acquire(barrier.complete)
+
+    # ------------------------------------------------------------------------------------------ asynchronous operations
+
+    def _issued(self, warp: Warp, instruction: Instruction, **events: tuple[int, int]) -> Issue:
+        actor = self.actor(warp)
+        issue = Issue(actor, self.order(instruction), actor.epoch, actor.happened(), actor.known, actor.after, **events)
+        actor.epoch += 1  # what the warp does from now on does not come before the operation
+        return issue
+
+    def _during(self, issue: Issue, step: Step) -> Step:
+        def run() -> None:
+            self._issue = issue
+            try:
+                step()
+            finally:
+                self._issue = None
+
+        return run
+
+    def asynchronous(self, warp: Warp, instruction: Instruction, step: Step) -> Step:
+        """The step of an operation that reports to an mbarrier, such that this tracker knows whose it is."""
+        return self._during(self._issued(warp, instruction), step)
+
+    def in_group(self, warp: Warp, instruction: Instruction, lane: int, *steps: Step) -> list[Step]:
+        """The steps of a bulk store, which belongs to the thread's open group."""
+        groups = self._groups_of(self.actor(warp), lane)
+        number = groups.committed + 1
+        issue = self._issued(warp, instruction, reads=(groups.read_slot, number), writes=(groups.write_slot, number))
+        groups.latest = issue.order, number
+        return [self._during(issue, step) for step in steps]
+
+    def _groups_of(self, actor: Actor, lane: int) -> Groups:
+        groups = self._groups.get((actor, lane))
+        if groups is None:
+            reading = self._new_slot(
+                lambda first, event: "cp.async.bulk.wait_group, with or without .read, by its thread"
+            )
+            groups = Groups(reading, self._new_slot(self._why_incomplete))
+            self._groups[actor, lane] = groups
+        return groups
+
+    def group_committed(self, warp: Warp, lane: int) -> None:
+        self._groups_of(self.actor(warp), lane).committed += 1
+
+    def group_awaited(self, warp: Warp, lane: int, latest: int, read_only: bool) -> None:
+        actor = self.actor(warp)
+        groups = self._groups_of(actor, lane)
+        done = groups.committed - latest
+        if done > 0:
+            actor.reach(groups.read_slot, done)
+            if not read_only:
+                actor.completed = actor.completed.at(groups.write_slot, done)
+
+    def finish(self) -> None:
+        for (actor, _), groups in self._groups.items():
+            if groups.latest is not None and actor.known.happened[groups.read_slot] < groups.latest[1]:
+                self._not_read_at_exit(actor, groups.latest[0])
+        super().finish()
+
+    def _not_read_at_exit(self, actor: Actor, order: Order) -> None:
+        missing = "cp.async.bulk.wait_group, with or without .read, by its thread before the CTA ends"
+        where = f"the source in shared memory of CTA {actor.warp.cta.index}"
+        text = f"read by {self._text(actor, order.place)}"
+        self._add((EXIT, order.place), lambda: Finding(EXIT, where, text, "", missing))
+
+    def _why_incomplete(self, first: Actor, event: cells.Event) -> str:
+        if first.completed[event.slot] >= event.epoch:
+            return "fence.proxy.async between its cp.async.bulk.wait_group and the release"
+        if first.known.happened[event.slot] >= event.epoch:
+            return "a release behind its wait and an acquire of it before the second"
+        return "cp.async.bulk.wait_group (without .read) by its thread"
+
+    def loads(
+        self, reads: Addresses, num_bytes: int, cta: Cta, offsets: Addresses, size: int, barrier: tuple[Cta, int]
+    ) -> None:
+        """The operation that is happening copies these stretches to shared memory; it will report to this barrier."""
+        issue = self._issue
+        assert issue is not None
+        known = self._barrier(issue.actor, issue.order, *barrier, issue.knowledge().happened, fenced=True)
+        if known is None:
+            return
+        event = (known.slot, known.ended + 1)
+        self._asynchronous(issue, event, "global", reads, num_bytes, writes=False)
+        self._asynchronous(issue, event, "shared", offsets + self._shared_key(cta), size, writes=True)
+
+    def reads_shared(self, cta: Cta, offsets: Addresses, size: int) -> None:
+        """The operation that is happening reads these bytes."""
+        assert self._issue is not None
+        self._asynchronous(
+            self._issue, self._issue.reads, "shared", offsets.ravel() + self._shared_key(cta), size, writes=False
+        )
+
+    def writes_global(self, addresses: Addresses, num_bytes: int) -> None:
+        assert self._issue is not None
+        self._asynchronous(self._issue, self._issue.writes, "global", addresses, num_bytes, writes=True)
+
+    def reports(self, cta: Cta, offset: int) -> None:
+        """The operation that is happening is complete, as far as this barrier is concerned; before that is counted."""
+        issue = self._issue
+        assert issue is not None
+        barrier = self._barrier(issue.actor, issue.order, cta, offset, issue.knowledge().happened, fenced=True)
+        if barrier is not None:
+            learned = issue.knowledge()
+            learned = replace(learned, happened=learned.happened.at(barrier.slot, barrier.ended + 1))
+            if issue.pipe != NO_EVENT:  # a commit is a fence::before_thread_sync, too
+                happened = learned.happened.at(*issue.pipe)
+                learned = replace(learned, happened=happened, tensor=learned.tensor.joined(happened))
+            barrier.gathering = barrier.gathering.joined(learned)
+
+    def _asynchronous(
+        self,
+        issue: Issue,
+        event: tuple[int, int],
+        space: Space,
+        keys: Addresses,
+        size: int,
+        *,
+        writes: bool,
+    ) -> None:
+        self._record(
+            issue.actor,
+            event,
+            issue.order,
+            cells.ASYNC | (cells.GLOBAL if space == "global" else 0),
+            keys,
+            size,
+            writes,
+            happened=issue.happened,
+            visible=issue.known.globally if space == "global" else issue.known.shared,
+            own_epoch=issue.epoch,
+            pipe=issue.pipe,
+            must_be_written=space == "shared",
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ wgmma
+
+    def in_matrix_group(self, warp: Warp, instruction: Instruction, step: Step) -> Step:
+        """A wgmma, which belongs to the open group of its warp."""
+        groups = self._matrix_groups_of(self.actor(warp))
+        return self._during(self._issued(warp, instruction, reads=(groups.read_slot, groups.committed + 1)), step)
+
+    def _matrix_groups_of(self, actor: Actor) -> Groups:
+        if actor not in self._matrix_groups:
+            self._matrix_groups[actor] = Groups(self._new_slot(self._why_multiplying))
+        return self._matrix_groups[actor]
+
+    def matrix_group_committed(self, warp: Warp) -> None:
+        self._matrix_groups_of(self.actor(warp)).committed += 1
+
+    def matrix_group_awaited(self, warp: Warp, latest: int) -> None:
+        actor = self.actor(warp)
+        groups = self._matrix_groups_of(actor)
+        actor.reach(groups.read_slot, max(groups.committed - latest, 0))
+
+    def _why_multiplying(self, first: Actor, event: cells.Event) -> str:
+        if first.known.happened[event.slot] >= event.epoch:
+            return "a release behind its wgmma.wait_group and an acquire of it before the second"
+        return "wgmma.wait_group by its warp"
+
+    def _not_waited_for(self, cta: Cta, offset: int) -> Callable[[Actor, cells.Event], str]:
+        where = f"the mbarrier at {shared_place(cta, offset)}"
+        return lambda first, event: f"a wait for phase {event.epoch - 1} of {where}"
