@@ -2,8 +2,7 @@
 
 | what is replaced                         | why                                                                 |
 |------------------------------------------|---------------------------------------------------------------------|
-| the runtime libraries of each DSL object | host code must find our shared library before the vendor's          |
-| get_prefix_dsl_libs                      | TVM-FFI functions read the same list through it                     |
+| BinaryExecutionEngine, ExecutionEngine   | host code is linked here, and must call our library: ``redirect``   |
 | keep_ptx, keep_cubin, no_cache, dump_dir | the device runs PTX; an image holds none, but its cubin tells which |
 | JitFunctionArtifacts.__post_init__       | PTX and cubin of each compile pass through it                       |
 | ExternalBinaryModule.__init__            | exported objects: ``x.ptx`` and ``x.cubin`` lie beside ``x.o``      |
@@ -15,16 +14,19 @@ All names are probed before the first is touched: a release of the DSL that move
 
 from __future__ import annotations
 
-import os
+import ctypes
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from mok_cute.emulator.redirect import redirect
 from mok_cute.errors import UnsupportedError
 
 SUPPORTED = "4.8.1 up to, not including, 4.9"
+C_INTERFACE = "_mlir_ciface_"  # before the name of a function that the host may call
+TVM_FFI = "__tvm_ffi_"  # likewise, through TVM-FFI
 OnModule = Callable[[bytes, str], None]  # cubin and PTX of a compiled module
 
 
@@ -33,7 +35,8 @@ def probe() -> dict[str, Any]:
     try:
         import cuda.bindings.runtime as cuda_runtime
         import cutlass
-        from cutlass.base_dsl import env_manager
+        from cutlass._mlir import execution_engine
+        from cutlass._mlir._mlir_libs._cutlass_ir import _execution_engine, _mlirExecutionEngine
         from cutlass.base_dsl.dsl import DSLSingletonMeta
         from cutlass.base_dsl.export.external_binary_module import ExternalBinaryModule
         from cutlass.base_dsl.jit_executor import JitFunctionArtifacts
@@ -43,12 +46,15 @@ def probe() -> dict[str, Any]:
     version = str(cutlass.__version__)
     objects = list(DSLSingletonMeta._instances.values())
     names = [
-        (env_manager, ("get_prefix_dsl_libs",)),
+        (execution_engine, ("ExecutionEngine",)),
+        (_execution_engine, ("BinaryExecutionEngine",)),
+        (_mlirExecutionEngine, ("dump_object_file_pic",)),
         (JitFunctionArtifacts, ("__post_init__",)),
         (ExternalBinaryModule, ("__init__", "load_provider")),
         (cuda_runtime, ("cudaGetDeviceCount", "cudaLibraryUnload")),
         (HardwareInfo, ("get_max_active_clusters", "get_device_multiprocessor_count")),
-        *((dsl.envar, ("shared_libs", "keep_ptx", "keep_cubin", "dump_dir", "no_cache", "_arch")) for dsl in objects),
+        (ExternalBinaryModule.load_provider, ("execution_engine_constructor",)),
+        *((dsl.envar, ("keep_ptx", "keep_cubin", "dump_dir", "no_cache", "_arch")) for dsl in objects),
     ]
     missing = [
         f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
@@ -63,7 +69,9 @@ def probe() -> dict[str, Any]:
         )
     return {
         "objects": objects,
-        "env_manager": env_manager,
+        "engines": execution_engine,
+        "object_engines": _execution_engine,
+        "export": _mlirExecutionEngine,
         "artifacts": JitFunctionArtifacts,
         "exported": ExternalBinaryModule,
         "cuda_runtime": cuda_runtime,
@@ -76,7 +84,7 @@ def install(shim: Path, on_module: OnModule, *, arch: str, num_sms: int) -> Exit
     global _installed
     found = probe()
     undo = ExitStack()
-    _use_library(undo, found, shim)
+    _link_here(undo, found, shim)
     _keep_ptx(undo, found, on_module)
     _answer_for_the_driver(undo, found, num_sms)
     for dsl in found["objects"]:
@@ -111,16 +119,46 @@ def replace_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> Non
     setattr(owner, name, value)
 
 
-def _use_library(undo: ExitStack, found: dict[str, Any], shim: Path) -> None:
-    original = found["env_manager"].get_prefix_dsl_libs
+def _link_here(undo: ExitStack, found: dict[str, Any], shim: Path) -> None:
+    link, original = found["object_engines"].BinaryExecutionEngine, found["engines"].ExecutionEngine
+    library = ctypes.CDLL(str(shim))
 
-    def with_shim(prefix: str) -> str:
-        return os.pathsep.join(filter(None, (str(shim), original(prefix))))
+    def link_object(object_file: bytes, libraries: Sequence[str], use_jit_link: bool) -> Any:
+        return link(redirect(object_file, lambda name: hasattr(library, name)), [str(shim), *libraries], use_jit_link)
 
-    replace_attribute(undo, found["env_manager"], "get_prefix_dsl_libs", with_shim)
-    for dsl in found["objects"]:
-        listed = os.pathsep.join(filter(None, (str(shim), dsl.envar.shared_libs)))
-        replace_attribute(undo, dsl.envar, "shared_libs", listed)
+    class ModuleEngine:
+        """For functions that are called without TVM-FFI: the DSL hands over a module, not an object file."""
+
+        def __init__(self, module: Any, function: str, opt_level: int, libraries: Sequence[str]) -> None:
+            for name in libraries:
+                ctypes.CDLL(name, ctypes.RTLD_GLOBAL)  # the export resolves the vendor's names, for nobody to call
+            with tempfile.TemporaryDirectory(prefix="mok_cute_") as folder:
+                path = Path(folder) / "host.o"
+                found["export"].dump_object_file_pic(module, str(path), function, opt_level)
+                self._engine = link_object(path.read_bytes(), libraries, True)
+
+        def raw_lookup(self, name: str) -> Any:
+            try:
+                return self._engine.lookup(f"_mlir_{name}")  # the wrapper that takes its arguments packed
+            except RuntimeError:
+                return None
+
+        def lookup(self, name: str) -> Any:
+            address = self.raw_lookup(C_INTERFACE + name)
+            if address is None:
+                raise RuntimeError(f"Unknown function {name}")  # as the DSL's own engine, whose callers expect it
+            return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def link_module(module: Any, opt_level: int = 2, shared_libs: Sequence[str] = ()) -> Any:
+        names = [op.attributes["sym_name"].value for op in module.body if "sym_name" in op.attributes]
+        functions = [name.removeprefix(C_INTERFACE) for name in names if name.startswith(C_INTERFACE)]
+        if any(name.startswith(TVM_FFI) for name in names) or not functions:
+            return original(module, opt_level=opt_level, shared_libs=shared_libs)  # soon replaced by an object's engine
+        return ModuleEngine(module, functions[0], opt_level, shared_libs)
+
+    replace_attribute(undo, found["object_engines"], "BinaryExecutionEngine", link_object)
+    replace_attribute(undo, found["exported"].load_provider, "execution_engine_constructor", link_object)
+    replace_attribute(undo, found["engines"], "ExecutionEngine", link_module)
 
 
 def _keep_ptx(undo: ExitStack, found: dict[str, Any], on_module: OnModule) -> None:

@@ -1,8 +1,8 @@
 // The half of the DSL's runtime library that talks to CUDA, for the virtual GPU.
 //
-// Host code compiled by the DSL calls these functions by name. This library stands before the vendor's in the list that
-// the DSL searches, so it answers the calls named here and the vendor's library all others. Signatures are those that
-// the compiled host code declares; structures are those of the public CUDA runtime. Python supplies the callbacks.
+// Host code compiled by the DSL calls functions of the vendor's library by name. redirect.py makes it call those here
+// that have the same name after "virtual_", and the vendor's library answers all others. Signatures are those that the
+// compiled host code declares; structures are those of the public CUDA runtime. Python supplies the callbacks.
 
 #include <pthread.h>
 #include <stdint.h>
@@ -52,7 +52,7 @@ static uint64_t image_bytes(const void *image)
     return header + payload;
 }
 
-int _cudaLibraryLoadData(void **library, const void *image, void *options, void *option_values, unsigned num_options,
+int virtual_cudaLibraryLoadData(void **library, const void *image, void *options, void *option_values, unsigned num_options,
                          void *library_options, void *library_option_values, unsigned num_library_options)
 {
     (void)options, (void)option_values, (void)num_options;
@@ -61,9 +61,9 @@ int _cudaLibraryLoadData(void **library, const void *image, void *options, void 
     return on.load(*library, image, image_bytes(image));
 }
 
-int _cudaLibraryUnload(void *library) { return (void)library, SUCCESS; }  // its address stays taken
+int virtual_cudaLibraryUnload(void *library) { return (void)library, SUCCESS; }  // its address stays taken
 
-int _cudaLibraryGetKernel(void **result, void *library, const char *entry)
+int virtual_cudaLibraryGetKernel(void **result, void *library, const char *entry)
 {
     size_t length = strlen(entry) + 1;
     kernel *made = malloc(sizeof *made + length);  // lives as long as the process: the DSL never returns one
@@ -73,7 +73,7 @@ int _cudaLibraryGetKernel(void **result, void *library, const char *entry)
     return SUCCESS;
 }
 
-int _cudaDeviceGetAttribute(int *value, int id, int device)
+int virtual_cudaDeviceGetAttribute(int *value, int id, int device)
 {
     (void)device;
     if (id < 0 || id >= NUM_ATTRIBUTES)
@@ -83,7 +83,7 @@ int _cudaDeviceGetAttribute(int *value, int id, int device)
 }
 
 // Static shared memory is counted by the device when it lays out the kernel.
-int _cuKernelGetAttribute(int *value, int id, void *of, int device)
+int virtual_cuKernelGetAttribute(int *value, int id, void *of, int device)
 {
     (void)id, (void)of, (void)device;
     *value = 0;
@@ -91,50 +91,50 @@ int _cuKernelGetAttribute(int *value, int id, void *of, int device)
 }
 
 // Limits that a kernel raises for itself: the launch is checked against the device's limit.
-int _cudaFuncSetAttribute(void *of, int id, int value) { return (void)of, (void)id, (void)value, SUCCESS; }
-int _cudaKernelSetAttributeForDevice(void *of, int id, int value, int device)
+int virtual_cudaFuncSetAttribute(void *of, int id, int value) { return (void)of, (void)id, (void)value, SUCCESS; }
+int virtual_cudaKernelSetAttributeForDevice(void *of, int id, int value, int device)
 {
     return (void)of, (void)id, (void)value, (void)device, SUCCESS;
 }
 
-int _cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *of, int threads, size_t smem_bytes)
+int virtual_cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *of, int threads, size_t smem_bytes)
 {
     (void)of, (void)threads, (void)smem_bytes;
     *blocks = 1;
     return SUCCESS;
 }
 
-int _cudaGetDevice(int *device) { return *device = 0, SUCCESS; }
-int _cudaGetDeviceCount(int *count) { return *count = 1, SUCCESS; }
-int _cudaSetDevice(int device) { return device ? INVALID_VALUE : SUCCESS; }
-int _cuDeviceGet(int *device, int ordinal) { return *device = ordinal, ordinal ? INVALID_VALUE : SUCCESS; }
+int virtual_cudaGetDevice(int *device) { return *device = 0, SUCCESS; }
+int virtual_cudaGetDeviceCount(int *count) { return *count = 1, SUCCESS; }
+int virtual_cudaSetDevice(int device) { return device ? INVALID_VALUE : SUCCESS; }
+int virtual_cuDeviceGet(int *device, int ordinal) { return *device = ordinal, ordinal ? INVALID_VALUE : SUCCESS; }
 
-int _cudaLaunchKernelEx(const launch_config *config, void *of, void **params)
+int virtual_cudaLaunchKernelEx(const launch_config *config, void *of, void **params)
 {
     kernel *launched = of;
     return on.launch(launched->library, launched->entry, config, params);
 }
 
-int _cudaLaunchKernel(void *of, uint32_t grid_x, uint32_t grid_y, uint32_t grid_z, uint32_t block_x, uint32_t block_y,
+int virtual_cudaLaunchKernel(void *of, uint32_t grid_x, uint32_t grid_y, uint32_t grid_z, uint32_t block_x, uint32_t block_y,
                       uint32_t block_z, void **params, size_t dynamic_smem_bytes, void *stream)
 {
     launch_config config = {{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, dynamic_smem_bytes, stream, NULL, 0};
-    return _cudaLaunchKernelEx(&config, of, params);
+    return virtual_cudaLaunchKernelEx(&config, of, params);
 }
 
-int _cudaDeviceSynchronize(void) { return on.synchronize(); }
-int _cudaStreamSynchronize(void *stream) { return (void)stream, on.synchronize(); }
+int virtual_cudaDeviceSynchronize(void) { return on.synchronize(); }
+int virtual_cudaStreamSynchronize(void *stream) { return (void)stream, on.synchronize(); }
 
-int _cudaMalloc(void **address, size_t num_bytes) { return on.allocate(address, num_bytes); }
-int _cudaMallocAsync(void **address, size_t num_bytes, void *stream) { return (void)stream, _cudaMalloc(address, num_bytes); }
-int _cudaFree(void *address)
+int virtual_cudaMalloc(void **address, size_t num_bytes) { return on.allocate(address, num_bytes); }
+int virtual_cudaMallocAsync(void **address, size_t num_bytes, void *stream) { return (void)stream, virtual_cudaMalloc(address, num_bytes); }
+int virtual_cudaFree(void *address)
 {
     int error = on.synchronize();
     return error ? error : on.release(address);
 }
-int _cudaFreeAsync(void *address, void *stream) { return (void)stream, _cudaFree(address); }
+int virtual_cudaFreeAsync(void *address, void *stream) { return (void)stream, virtual_cudaFree(address); }
 
-int _cudaMemcpy(void *to, const void *from, size_t num_bytes, int kind)
+int virtual_cudaMemcpy(void *to, const void *from, size_t num_bytes, int kind)
 {
     (void)kind;
     int error = on.synchronize();
@@ -143,12 +143,12 @@ int _cudaMemcpy(void *to, const void *from, size_t num_bytes, int kind)
     memmove(to, from, num_bytes);
     return on.written(to, num_bytes);
 }
-int _cudaMemcpyAsync(void *to, const void *from, size_t num_bytes, int kind, void *stream)
+int virtual_cudaMemcpyAsync(void *to, const void *from, size_t num_bytes, int kind, void *stream)
 {
-    return (void)stream, _cudaMemcpy(to, from, num_bytes, kind);
+    return (void)stream, virtual_cudaMemcpy(to, from, num_bytes, kind);
 }
 
-int _cudaMemset(void *to, int value, size_t num_bytes)
+int virtual_cudaMemset(void *to, int value, size_t num_bytes)
 {
     int error = on.synchronize();
     if (error)
@@ -156,13 +156,13 @@ int _cudaMemset(void *to, int value, size_t num_bytes)
     memset(to, value, num_bytes);
     return on.written(to, num_bytes);
 }
-int _cudaMemsetAsync(void *to, int value, size_t num_bytes, void *stream)
+int virtual_cudaMemsetAsync(void *to, int value, size_t num_bytes, void *stream)
 {
-    return (void)stream, _cudaMemset(to, value, num_bytes);
+    return (void)stream, virtual_cudaMemset(to, value, num_bytes);
 }
 
 // TVM-FFI functions load their library on the first call, through these two.
-int cuda_dialect_init_library_once(void **library, int (*init)(void **), int (*load_to_device)(void **, int),
+int virtual_cuda_dialect_init_library_once(void **library, int (*init)(void **), int (*load_to_device)(void **, int),
                                    void (*set_error)(const char *kind, const char *message))
 {
     int error = SUCCESS;
@@ -180,4 +180,4 @@ int cuda_dialect_init_library_once(void **library, int (*init)(void **), int (*l
     return error;
 }
 
-void cuda_dialect_unload_library_once(void **library) { *library = NULL; }
+void virtual_cuda_dialect_unload_library_once(void **library) { *library = NULL; }
