@@ -7,6 +7,7 @@
 | MOK_CUTE_TIMEOUT_S       | 60                      | limit of a wait inside a launch, seconds; 0: off                |
 | MOK_CUTE_ENTRY_TIMEOUT_S | 600                     | limit of the wait for the other ranks at entry, seconds; 0: off |
 | MOK_CUTE_CHECKS          | 1                       | 0: none, 1: arguments on the host, 2: also values on the device |
+| MOK_CUTE_ENGINE          | auto                    | of the virtual GPU: fast, reference, auto: the fast if built    |
 | MOK_CUTE_LOG             | warning                 | debug, info, warning, error                                     |
 | MOK_CUTE_TRACE           | none                    | file that receives the in-kernel trace                          |
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from mok_cute.errors import ConfigError
 
 PREFIX = "MOK_CUTE_"
+ENGINES = ("auto", "fast", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_TIMEOUT_S = 1e6  # the device counts nanoseconds in 64 bits; eleven days are beyond any wait that helps
 
@@ -53,6 +55,7 @@ class Settings:
     log: str = "warning"
     trace: Path | None = None
     compiler_environment: tuple[tuple[str, str], ...] = ()
+    engine: str = "auto"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -68,6 +71,7 @@ class Settings:
             log=_choice(env, "MOK_CUTE_LOG", LOG_LEVELS, cls.log),
             trace=_path(env, "MOK_CUTE_TRACE"),
             compiler_environment=tuple((name, env[name]) for name in COMPILER_VARIABLES if name in env),
+            engine=_choice(env, "MOK_CUTE_ENGINE", ENGINES, cls.engine),
         )
 
 
@@ -75,6 +79,7 @@ KNOWN = (
     "MOK_CUTE_CACHE",
     "MOK_CUTE_CACHE_DIR",
     "MOK_CUTE_CHECKS",
+    "MOK_CUTE_ENGINE",
     "MOK_CUTE_ENTRY_TIMEOUT_S",
     "MOK_CUTE_LOG",
     "MOK_CUTE_TIMEOUT_S",

@@ -30,12 +30,13 @@ def test_settings_take_each_variable() -> None:
                 "MOK_CUTE_CHECKS": "2",
                 "MOK_CUTE_LOG": "DEBUG",
                 "MOK_CUTE_TRACE": "trace.bin",
+                "MOK_CUTE_ENGINE": "reference",
                 "CUTE_DSL_LINEINFO": "1",
                 "HOME": "/root",
             }
         )
     compiler = (("CUTE_DSL_LINEINFO", "1"),)
-    assert got == Settings(Path("/kernels"), False, 0.0, 1.5, 2, "debug", Path("trace.bin"), compiler)
+    assert got == Settings(Path("/kernels"), False, 0.0, 1.5, 2, "debug", Path("trace.bin"), compiler, "reference")
 
 
 def test_settings_read_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from mok_cute.emulator.execute import (
     opcode,
 )
 from mok_cute.emulator.load_store import OFFSET_BITS
+from mok_cute.emulator.state import Word
 from mok_cute.emulator.tensor_map import NUM_BYTES, TensorMap
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 MAX_COUNT = (1 << 20) - 1  # arrivals and bytes that an mbarrier can hold
 TX_BITS, TX_SHIFT = 23, 41
+PHASE = 1  # the bit of the word that says which phase it is in
 LOAD, STORE = "bulk load", "bulk store"
 
 
@@ -205,7 +207,8 @@ def _wait(asm: Assembler, instruction: Instruction) -> Step:
                 words = cta.shared_words[8][offset // 8 : offset // 8 + 1]
                 seen = np.array([addresses[lane]], np.uint64)
                 if suspends or warp.is_repeated_poll(instruction, seen, words, words.copy):
-                    return warp.block(_describe_wait(cta, offset, parity))
+                    word = Word(words.ctypes.data, PHASE) if suspends else warp.cta.grid.scheduler.version_word
+                    return warp.block(_describe_wait(cta, offset, parity), word)
         warp.polls.clear()
         put(warp, done, mask)
         return None
@@ -251,7 +254,7 @@ def _wait_group(asm: Assembler, instruction: Instruction) -> Step:
             committed = _groups(warp, lane).committed
             for group in committed[: len(committed) - latest]:
                 if any(operation.remaining() > may_remain for operation in group):
-                    return warp.block(lambda: f"{instruction.text}: a copy of the group is under way")
+                    return warp.block(lambda: f"{instruction.text}: a copy of the group is under way", warp.async_steps)
         for lane in lanes_of(mask):
             groups = _groups(warp, lane)
             groups.committed = [group for group in groups.committed if any(op.remaining() for op in group)]
@@ -267,7 +270,7 @@ def _wait_group(asm: Assembler, instruction: Instruction) -> Step:
 def _post(warp: Warp, unit: str, text: str, *steps: Callable[[], None]) -> AsyncOperation:
     from mok_cute.emulator.device import AsyncOperation
 
-    operation = AsyncOperation(unit, deque(steps), text)
+    operation = AsyncOperation(unit, deque(steps), text, warp)
     warp.cta.grid.scheduler.post(warp.cta.grid, operation)
     return operation
 

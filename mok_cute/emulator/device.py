@@ -1,19 +1,26 @@
 """The machine: grids of clusters of CTAs of warps, asynchronous units, and a seed that picks who steps next.
 
 A warp holds one split per group of lanes that stand at the same instruction and runs the lowest one first, which brings
-structured code together again. Nothing spins: an instruction that must wait leaves its split where it is, to be tried
-again. When no warp can run and no asynchronous operation is left, that is a deadlock, and the report names what each
-warp waits for.
+structured code together again. Nothing spins: an instruction that must wait leaves its split where it is, parked on
+words of memory, and it is tried again when one of them has changed. When no warp can run and no asynchronous operation
+is left, that is a deadlock, and the report names what each warp waits for; or virtual time jumps, if that was asked
+for, so that a kernel's own time limits are met.
+
+Two engines run the same rules on the same state (``state.py``): the reference, here and in the files of the opcodes,
+and ``core.c``, which takes a round of turns and comes back for every instruction that it does not know. One seed gives
+one order of events, whichever engine runs it.
 """
 
 from __future__ import annotations
 
-import random
+import ctypes
+import functools
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,13 +50,32 @@ from mok_cute.emulator.execute import (
 )
 from mok_cute.emulator.memory import WORDS, DeviceMemory, MemoryFault
 from mok_cute.emulator.races import NO_TRACKER, RaceTracker, Tracker
-from mok_cute.errors import KernelError
+from mok_cute.emulator.state import (
+    ALL_64,
+    ALL_BITS,
+    MAX_WAITS,
+    CtaState,
+    Machine,
+    Split,
+    WarpState,
+    Word,
+    address_of,
+    bits,
+    lanes,
+)
+from mok_cute.errors import KernelError, UnsupportedError
+from mok_cute.settings import Settings
 
 Extent = tuple[int, int, int]
+OnStall = Literal["deadlock", "timeout"]
+EngineName = Literal["auto", "fast", "reference"]
+ENGINES = ("auto", "fast", "reference")
 TURNS = (20, 200, 2000)  # instructions of one turn of a warp; drawn each time
-OUT_OF_TURN = 0.05  # how often a warp with several splits does not run the lowest
-ASYNC_RATES = (0.0, 0.05, 0.3, 0.9)  # chance that an asynchronous step happens after a turn; 0: only when all wait
+OUT_OF_TURN = 20  # one turn in so many, a warp with several splits does not begin with the lowest
+ASYNC_PERCENTS = (0, 5, 30, 90)  # chance that an asynchronous step happens after a turn; 0: only when all wait
 STALLS = 8  # times that parked polls are let through, without any change, before that is a deadlock
+FIRST_JUMP_NS, MAX_JUMP_NS = 1_000, 1 << 53  # of virtual time in a stall; each jump is twice the one before
+ALIGNMENT = 64  # of a register file
 
 
 class Deadlock(KernelError):
@@ -65,6 +91,9 @@ class LaunchStats:
     warp_instructions: int
     opcodes: Counter[str]  # warp-instructions by opcode with modifiers
     async_operations: Counter[str]  # by unit
+    async_bytes: Counter[str]  # moved by copies, by unit
+    warps: Counter[int]  # warp-instructions by the index of the warp in its CTA, which tells its role
+    waits: Counter[int]  # times that an instruction of the warp of this index had to wait
     seconds: float  # wall time of the run; grids that ran together share it
 
 
@@ -75,6 +104,8 @@ class AsyncOperation:
     unit: str
     steps: deque[Callable[[], None]]
     text: str
+    warp: Warp | None = None  # that issued it, if it may wait for the steps
+    num_bytes: int = 0  # that it moves
 
     def remaining(self) -> int:
         return len(self.steps)
@@ -85,189 +116,263 @@ class Barrier:
 
     def __init__(self, name: str, living: Callable[[], int]) -> None:
         self.name, self._living = name, living
-        self.generation = 0
+        self._word = ctypes.c_uint64(0)
+        self.word = Word(ctypes.addressof(self._word))  # changes when the barrier opens
         self._arrived = 0
         self._count: int | None = None
+
+    @property
+    def generation(self) -> int:
+        return self._word.value
 
     def arrive(self, count: int | None) -> None:
         if self._arrived and count != self._count:
             raise KernelFault(f"{self.name}: arrivals expect {self._count} and {count} threads")
         self._count = count
         self._arrived += 32
-        self.passed(self.generation)
+        self.settle()
 
     @property
     def _needed(self) -> int:
         return 32 * self._living() if self._count is None else self._count
 
-    def passed(self, generation: int) -> bool:
+    def settle(self) -> None:
+        """Open, if all that it wants have arrived."""
         if self._arrived and self._arrived >= self._needed:
-            self.generation += 1
+            self._word.value += 1
             self._arrived = 0
+
+    def passed(self, generation: int) -> bool:
         return self.generation != generation
 
     def __str__(self) -> str:
         return f"{self.name}: {self._arrived} of {self._needed} threads have arrived"
 
 
-@dataclass(eq=False)
-class Split:
-    """Lanes of a warp that stand at the same instruction."""
+class Layout:
+    """Where the registers of a kernel lie in the register file of a warp: one bank for each size, 32 lanes a row."""
 
-    pc: int
-    mask: npt.NDArray[np.bool_]
-    waits: Callable[[], str] | None = None
+    def __init__(self, types: list[Any]) -> None:
+        self.sizes = [0 if dtype == np.bool_ else dtype.itemsize for dtype in types]  # 0: a predicate
+        counts = Counter(self.sizes)
+        self.banks: dict[int, tuple[int, int]] = {}  # size -> first byte, number of rows
+        self.num_bytes = 0
+        for size in sorted(counts, reverse=True):
+            self.banks[size] = (self.num_bytes, counts[size])
+            self.num_bytes += 32 * max(size, 1) * counts[size]
+        seen = Counter[int]()
+        self.rows: list[int] = []  # of each register in its bank
+        for size in self.sizes:
+            self.rows.append(seen[size])
+            seen[size] += 1
 
-    def __post_init__(self) -> None:
-        self.count = int(np.count_nonzero(self.mask))
+    def offset(self, register: int) -> int:
+        size = self.sizes[register]
+        return self.banks[size][0] + 32 * max(size, 1) * self.rows[register]
+
+
+class _Registers(dict[int, Any]):
+    """Views of the registers in one of the three kinds, made when they are first asked for."""
+
+    def __init__(self, layout: Layout, views: dict[int, Any]) -> None:
+        super().__init__()
+        self._layout, self._views = layout, views
+
+    def __missing__(self, register: int) -> Any:
+        view = self[register] = self._views[self._layout.sizes[register]][self._layout.rows[register]]
+        return view
+
+
+Poll = tuple[npt.NDArray[np.uint64], bytes, Callable[[], Any], "list[Word] | None"]
 
 
 class Warp:
     def __init__(self, cta: Cta, index: int, num_threads: int) -> None:
         self.cta, self.index = cta, index
         self.tracker = cta.grid.scheduler.tracker
-        types = cta.grid.assembler.types
+        layout = cta.grid.layout
+        num_bytes = layout.num_bytes + cta.grid.constant_bytes
+        self.file = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+        skip = -self.file.ctypes.data % ALIGNMENT
+        self.file = self.file[skip : skip + num_bytes]
+        self.rows = layout.rows
         self.banks: dict[int, npt.NDArray[Any]] = {}
-        self.rows: list[int] = []  # of each register in the bank of its width
-        sizes = Counter[int]()
-        for dtype in types:
-            size = 0 if dtype == np.bool_ else dtype.itemsize
-            self.rows.append(sizes[size])
-            sizes[size] += 1
-        for size, count in sizes.items():
-            self.banks[size] = np.zeros((count, 32), WORDS[size] if size else np.bool_)
+        for size, (first, count) in layout.banks.items():
+            part = self.file[first : first + 32 * max(size, 1) * count]
+            self.banks[size] = part.view(WORDS[size] if size else np.bool_).reshape(count, 32)
         views = {size: self._views(bank, size) for size, bank in self.banks.items()}
-        where = [(0 if dtype == np.bool_ else dtype.itemsize, row) for dtype, row in zip(types, self.rows, strict=True)]
         # Views of every register: as unsigned (predicates: bool), signed and float.
-        self.u, self.s, self.f = ([views[size][kind][row] for size, row in where] for kind in range(3))
+        self.u, self.s, self.f = (
+            _Registers(layout, {size: kinds[kind] for size, kinds in views.items()}) for kind in range(3)
+        )
         x, y, _ = cta.grid.extents["ntid"]
         threads = np.arange(32 * index, 32 * index + 32)
         self.tid = [threads % x, threads // x % y, threads // (x * y)]
-        self.alive = threads < num_threads
-        self.splits = [Split(0, self.alive.copy())]
-        self.current = self.splits[0]
-        self.gives_way = False
+        living = bits(threads < num_threads)
+        self.state = WarpState(
+            registers=self.file.ctypes.data, cta=address_of(cta.state), index=index, alive=living, gives_way=0
+        )
+        self.state.place(0, living)
+        self._progress = Word(address_of(self.state, "progress"))
+        self.async_steps = Word(address_of(self.state, "async_steps"))
+        self.parked_on: list[tuple[Word, int]] = []  # by the step that was tried last
+        self._reason: Callable[[], str] | None = None
         self.awaited_barrier: int | None = None
         self.awaited_cluster = 0
         # Spin waits: what each strong load saw since the last effect of this warp.
-        self.polls: dict[int, tuple[npt.NDArray[np.uint64], bytes, Callable[[], Any]]] = {}
+        self._polls: dict[int, Poll] = {}
         self.let_through = False
         self.bulk_groups: dict[int, async_copy.BulkGroups] = {}
         self.matrix_groups = tensor_core.MatrixGroups()
 
     @staticmethod
-    def _views(bank: npt.NDArray[Any], size: int) -> tuple[list[Any], list[Any], list[Any]]:
+    def _views(bank: npt.NDArray[Any], size: int) -> tuple[Any, Any, Any]:
         if size in (0, 16):  # predicates, and 128 bits that are only moved
-            return list(bank), list(bank), list(bank)
-        floats = bank.view(f"f{size}") if size > 1 else bank
-        return list(bank), list(bank.view(f"i{size}")), list(floats)
+            return bank, bank, bank
+        return bank, bank.view(f"i{size}"), bank.view(f"f{size}") if size > 1 else bank
 
-    def block(self, waits: Callable[[], str]) -> int:
-        """For a step that must wait: ``waits`` says for what, if that is ever asked."""
-        self.current.waits = waits
+    @property
+    def alive(self) -> npt.NDArray[np.bool_]:
+        """(32,) lanes that have not exited; read only."""
+        return lanes(self.state.alive)
+
+    @property
+    def lives(self) -> bool:
+        return bool(self.state.alive)
+
+    @property
+    def splits(self) -> list[Split]:
+        return list(self.state.splits[: self.state.num_splits])
+
+    @property
+    def gives_way(self) -> bool:
+        return bool(self.state.gives_way)
+
+    @gives_way.setter
+    def gives_way(self, value: bool) -> None:
+        self.state.gives_way = value
+
+    @property
+    def progress(self) -> Word:
+        """Changes with every instruction of this warp."""
+        return self._progress
+
+    @property
+    def polls(self) -> dict[int, Poll]:
+        if self.state.has_effect:
+            self._polls.clear()
+            self.state.has_effect = 0
+        return self._polls
+
+    def block(self, waits: Callable[[], str], *on: Word) -> int:
+        """For a step that must wait: ``waits`` says for what, if that is ever asked.
+
+        The step is tried again when one of the words is no longer what it is now; without any, or with too many, when
+        anything happens that moves the scheduler's version.
+        """
+        words = on if 0 < len(on) <= MAX_WAITS else (self.cta.grid.scheduler.version_word,)
+        self.parked_on = [(word, word.read()) for word in words]
+        self._reason = waits
         return BLOCKED
 
+    def block_on_polls(self, waits: Callable[[], str]) -> int:
+        words: set[Word] = set()
+        for *_, places in self.polls.values():
+            if places is None:
+                return self.block(waits)
+            words.update(places)
+        return self.block(waits, *sorted(words))
+
     def is_repeated_poll(
-        self, instruction: object, addresses: npt.NDArray[np.uint64], data: Any, reread: Callable[[], Any]
+        self,
+        instruction: object,
+        addresses: npt.NDArray[np.uint64],
+        data: Any,
+        reread: Callable[[], Any],
+        words: list[Word] | None = None,
     ) -> bool:
-        """Whether this load saw what it saw before, and so did all other polls since."""
+        """Whether this load saw what it saw before, and so did all other polls since. ``words``: where it looks."""
         key, seen = id(instruction), data.tobytes()
-        before = self.polls.get(key)
+        polls = self.polls
+        before = polls.get(key)
         if self.let_through or before is None or before[1] != seen or not np.array_equal(before[0], addresses):
             if self.let_through or before is not None:
-                self.polls.clear()
+                polls.clear()
             self.let_through = False
-            self.polls[key] = (addresses, seen, reread)
+            polls[key] = (addresses, seen, reread, words)
             return False
-        if all(again().tobytes() == value for _, value, again in self.polls.values()):
+        if all(again().tobytes() == value for _, value, again, _ in polls.values()):
             return True
-        self.polls = {key: (addresses, seen, reread)}
+        polls.clear()
+        polls[key] = (addresses, seen, reread, words)
         return False
 
-    def step(self, rng: random.Random) -> int:
-        """One turn; the number of instructions that ran, 0 if every split waits."""
-        splits = self.splits
-        if len(splits) > 1:
-            splits = sorted(splits, key=lambda split: split.pc)
-            if rng.random() < OUT_OF_TURN:
-                rng.shuffle(splits)
-        turn = rng.choice(TURNS)
-        for split in splits:
-            executed = self._run(split, turn)
-            if executed:
-                return executed
-        return 0
+    def attempt(self, pc: int, mask: int) -> Any:
+        """The outcome of the step at ``pc`` for these lanes."""
+        try:
+            return self.cta.grid.code[pc](self, None if mask == ALL_BITS else lanes(mask))
+        except (KernelFault, MemoryFault) as fault:
+            _locate(fault, self, pc)
+            raise
 
-    def _run(self, split: Split, turn: int) -> int:
-        self.current = split
-        self.gives_way = False
-        code, counts = self.cta.grid.code, self.cta.grid.counts
-        pc, mask = split.pc, None if split.count == 32 else split.mask
-        others = {other.pc for other in self.splits if other is not split}
+    def run(self, position: int, budget: int) -> int:
+        """Run one split for at most ``budget`` instructions, until it parts, meets another, waits or gives way."""
+        state, counts = self.state, self.cta.grid.counts
+        pc, mask = state.splits[position].pc, state.splits[position].mask
+        state.remove(position)
+        others = {other.pc for other in self.splits}
         executed = 0
         while True:
-            try:
-                outcome = code[pc](self, mask)
-            except (KernelFault, MemoryFault) as fault:
-                split.pc = pc
-                _locate(fault, self, pc)
-                raise
+            outcome = self.attempt(pc, mask)
+            if outcome.__class__ is int and outcome == BLOCKED:
+                state.blocked += 1
+                state.place(pc, mask, self.parked_on)
+                return executed
+            counts[pc] += 1
+            state.progress += 1
+            executed += 1
             if outcome is None:
                 pc += 1
             elif outcome.__class__ is Branch:
-                counts[pc] += 1
-                rest = split.mask & ~outcome.taken
-                split.mask, split.count, split.pc = rest, int(np.count_nonzero(rest)), pc + 1
-                self.splits.append(Split(outcome.target, outcome.taken))
-                self._merge()
-                return executed + 1
-            elif outcome == BLOCKED:
-                split.pc = pc
-                if executed:
-                    self._merge()
+                taken = bits(outcome.taken)
+                if outcome.target == EXIT:
+                    self.exit(taken)
+                else:
+                    state.place(outcome.target, taken)
+                state.place(pc + 1, mask & ~taken)
                 return executed
             elif outcome == EXIT:
-                counts[pc] += 1
-                self.alive &= ~split.mask
-                self.splits.remove(split)
-                return executed + 1
+                self.exit(mask)
+                return executed
             else:
-                counts[pc] += 1
-                executed += 1
-                if outcome <= pc and executed >= turn:
-                    self.gives_way = True
                 pc = outcome
-                if pc in others or self.gives_way:
-                    break
-                continue
-            counts[pc - 1] += 1
-            executed += 1
-            if executed >= turn or pc in others or self.gives_way:
-                break
-        split.pc = pc
-        self._merge()
-        return executed
+            if pc in others or executed >= budget or state.gives_way:
+                state.place(pc, mask)
+                return executed
 
-    def _merge(self) -> None:
-        if len(self.splits) == 1:
-            return
-        by_pc: dict[int, Split] = {}
+    def exit(self, mask: int) -> None:
+        self.state.alive &= ~mask
+        if not self.state.alive:
+            self.cta.warp_has_exited()
+
+    def release_polls(self) -> None:
+        """Let a spin wait look once more."""
+        self.let_through = True
         for split in self.splits:
-            same = by_pc.setdefault(split.pc, split)
-            if same is not split:
-                same.mask = same.mask | split.mask
-                same.count += split.count
-        self.splits = list(by_pc.values())
+            split.num_waits = 0
 
     def waits(self) -> list[str]:
         kernel = self.cta.grid.kernel
         lines = []
         for split in self.splits:
             instruction = kernel.instructions[split.pc]
-            lanes = int(np.packbits(split.mask, bitorder="little").view(np.uint32)[0])
-            what = split.waits() if split.waits is not None else f"runs {instruction.text}"
+            what = f"runs {instruction.text}"
+            # Trying again changes nothing while the split is parked, and says what it waits for.
+            if split.is_parked and self.attempt(split.pc, split.mask) == BLOCKED and self._reason is not None:
+                what = self._reason()
             at = instruction.source or f"PTX line {instruction.line}"
-            lines.append(f"{kernel.name} CTA {self.cta.index} warp {self.index} lanes {lanes:#010x} at {at}: {what}")
+            where = f"{kernel.name} CTA {self.cta.index} warp {self.index} lanes {split.mask:#010x}"
+            lines.append(f"{where} at {at}: {what}")
         return lines
 
 
@@ -292,6 +397,9 @@ class Cta:
         # Not zeros: what a kernel reads before it writes should look wrong. As floats these are NaN.
         self.shared = np.full(-(-self.shared_end // 16) * 16, 0xFF, np.uint8)
         self.shared_words = {size: self.shared.view(kind) for size, kind in WORDS.items()}
+        self.state = CtaState(
+            shared=self.shared.ctypes.data, shared_end=self.shared_end, rank=rank, cluster_size=len(cluster.sms)
+        )
         self.tensor_memory: tcgen05.TensorMemory | None = None  # made on first use
         self.saw_refusal = False  # of cluster launch control
         self._barriers: dict[int, Barrier] = {}
@@ -306,7 +414,12 @@ class Cta:
         return self._barriers[number]
 
     def living(self) -> int:
-        return sum(1 for warp in self.warps if warp.splits)
+        return sum(1 for warp in self.warps if warp.lives)
+
+    def warp_has_exited(self) -> None:
+        """Barriers do not wait for it any more."""
+        for barrier in (*self._barriers.values(), self.cluster.barrier):
+            barrier.settle()
 
     def peer(self, rank: int) -> Cta:
         if rank >= len(self.cluster.ctas):
@@ -330,6 +443,9 @@ class Cluster:
             index = (first[0] + offset[0], first[1] + offset[1], first[2] + offset[2])
             self.ctas.append(Cta(grid, self, index, rank, sm))
         assert depth * width * height == len(sms)
+        for cta in self.ctas:
+            for rank, peer in enumerate(self.ctas):
+                cta.state.peers[rank] = address_of(peer.state)
 
     @property
     def warps(self) -> list[Warp]:
@@ -356,10 +472,14 @@ class Grid:
         cached = _ASSEMBLED.get(id(self.kernel))
         if cached is None or cached[0].kernel is not self.kernel:
             assembler = Assembler(self.kernel)
-            cached = _ASSEMBLED[id(self.kernel)] = (assembler, assembler.assemble())
-        self.assembler, self.code = cached
-        self.counts = [0] * len(self.code)
+            cached = _ASSEMBLED[id(self.kernel)] = (assembler, assembler.assemble(), Layout(assembler.types))
+        self.assembler, self.code, self.layout = cached
+        self.constant_bytes = 0  # of each warp, behind its registers, for the fast engine
+        self.counts = np.zeros(len(self.code) + 1, np.uint64)
         self.async_counts: Counter[str] = Counter()
+        self.async_bytes: Counter[str] = Counter()
+        self.warp_counts: Counter[int] = Counter()
+        self.wait_counts: Counter[int] = Counter()
         self.shared_end = self.assembler.static_end + self.dynamic_smem_bytes
         num_clusters = [many // one for many, one in zip(self.grid, self.cluster, strict=True)]
         self.extents: dict[str, Extent] = {
@@ -419,48 +539,105 @@ class Grid:
 
     def retire(self) -> None:
         """Free the SMs of clusters all of whose warps have exited."""
-        for cluster in [cluster for cluster in self.clusters if not any(warp.splits for warp in cluster.warps)]:
+        for cluster in [cluster for cluster in self.clusters if not any(warp.lives for warp in cluster.warps)]:
             for cta in cluster.ctas:
                 if cta.tensor_memory is not None and cta.tensor_memory.allocated.any():
                     raise KernelFault(f"{self.kernel.name}: CTA {cta.index} ended without tcgen05.dealloc")
             self.clusters.remove(cluster)
             self._free_sms.extend(cluster.sms)
+            for warp in cluster.warps:
+                self.warp_counts[warp.index] += warp.state.progress
+                self.wait_counts[warp.index] += warp.state.blocked
 
     def stats(self, seconds: float) -> LaunchStats:
         opcodes: Counter[str] = Counter()
-        for count, instruction in zip(self.counts, self.kernel.instructions, strict=True):
+        for count, instruction in zip(self.counts.tolist(), self.kernel.instructions, strict=False):
             if count:
                 opcodes[instruction.opcode] += count
-        return LaunchStats(sum(self.counts), opcodes, self.async_counts, seconds)
+        return LaunchStats(
+            int(self.counts.sum()),
+            opcodes,
+            self.async_counts,
+            self.async_bytes,
+            +self.warp_counts,
+            +self.wait_counts,
+            seconds,
+        )
 
 
-_ASSEMBLED: dict[int, tuple[Assembler, list[Step]]] = {}  # by id of the kernel, which the assembler keeps alive
+_ASSEMBLED: dict[int, tuple[Assembler, list[Step], Layout]] = {}  # by id of the kernel, which the assembler keeps alive
+
+
+class Engine(Protocol):
+    """What takes the turns of the warps; without one, the scheduler does that itself."""
+
+    def admitted(self, warps: list[Warp]) -> None:
+        """These warps are there now, before they run."""
+
+    def round(self, warps: list[Warp]) -> int:
+        """One round or several, until a warp has exited or none can run; the number of instructions."""
 
 
 class Scheduler:
     """Steps the warps and asynchronous operations of several grids, in an order that the seed decides."""
 
-    def __init__(self, grids: list[Grid], seed: int, max_steps: int | None, tracker: Tracker = NO_TRACKER) -> None:
-        self.grids, self.max_steps, self.tracker = grids, max_steps, tracker
-        self.rng = random.Random(seed)
-        self.async_rate = ASYNC_RATES[2] if seed == 0 else self.rng.choice(ASYNC_RATES)
+    def __init__(
+        self,
+        grids: list[Grid],
+        seed: int,
+        max_steps: int | None,
+        on_stall: OnStall = "deadlock",
+        tracker: Tracker = NO_TRACKER,
+    ) -> None:
+        self.grids, self.max_steps, self.on_stall, self.tracker = grids, max_steps, on_stall, tracker
+        self.machine = Machine(
+            rng=(seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) & ALL_64,
+            time_ns=1_000_000_000,  # virtual: one nanosecond per warp-instruction
+            max_steps=ALL_64 if max_steps is None else max_steps,
+        )
+        for _ in range(4):  # seeds that are close together part
+            self.machine.below(2)
+        draw = self.machine.below(len(ASYNC_PERCENTS))
+        self.machine.async_percent = ASYNC_PERCENTS[2 if seed == 0 else draw]
         self.late_matrix = seed % 2 == 1  # whether wgmma happens when it is waited for, not when it is issued
         self.operations: list[AsyncOperation] = []
-        self.version = 0  # of all that a waiting warp may look at
-        self.time_ns = 1_000_000_000  # virtual: one nanosecond per warp-instruction
-        self.executed = 0
+        self.version_word = Word(address_of(self.machine, "version"))
+        self.engine: Engine | None = None
         for grid in grids:
             grid.scheduler = self
 
+    @property
+    def version(self) -> int:
+        """Of all that a waiting warp may look at."""
+        return int(self.machine.version)
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self.machine.version = value
+
+    @property
+    def time_ns(self) -> int:
+        return int(self.machine.time_ns)
+
+    @property
+    def executed(self) -> int:
+        return int(self.machine.executed)
+
     def post(self, grid: Grid, operation: AsyncOperation) -> None:
         grid.async_counts[operation.unit] += 1
+        if operation.num_bytes:
+            grid.async_bytes[operation.unit] += operation.num_bytes
         self.operations.append(operation)
+        self.machine.num_operations += 1
 
-    def _advance_one(self) -> bool:
+    def advance_one(self) -> bool:
         """One step of some asynchronous operation, if there is any."""
         if not self.operations:
             return False
-        position = self.rng.randrange(len(self.operations))
+        self.advance(self.machine.below(len(self.operations)))
+        return True
+
+    def advance(self, position: int) -> None:
         operation = self.operations[position]
         try:
             operation.steps.popleft()()
@@ -468,48 +645,81 @@ class Scheduler:
             fault.args = (f"{fault}\n  while the {operation.unit} does: {operation.text}",)
             raise
         if not operation.remaining():
-            self.operations.pop(position)
-        self.version += 1
-        return True
+            last = self.operations.pop()
+            if last is not operation:
+                self.operations[position] = last
+            self.machine.num_operations -= 1
+        if operation.warp is not None:
+            operation.warp.state.async_steps += 1
+        self.machine.version += 1
 
     def run(self) -> None:
-        stalls, version = 0, -1
+        stalls, version, jump_ns = 0, -1, FIRST_JUMP_NS
+        known: set[int] = set()
         while True:
             for grid in self.grids:
                 grid.admit()
-            warps = [warp for grid in self.grids for cluster in grid.clusters for warp in cluster.warps if warp.splits]
+            warps = [warp for grid in self.grids for cluster in grid.clusters for warp in cluster.warps if warp.lives]
             if not warps:
                 break
-            self.rng.shuffle(warps)
-            ran = self._round(warps)
-            if any(not warp.splits for warp in warps):
+            if self.engine is not None:
+                self.engine.admitted([warp for warp in warps if id(warp) not in known])
+                known = {id(warp) for warp in warps}
+            ran = self.engine.round(warps) if self.engine is not None else self._round(warps)
+            if not all(warp.lives for warp in warps):
                 for grid in self.grids:
                     grid.retire()
             if self.max_steps is not None and self.executed > self.max_steps:
                 raise Deadlock(f"no end after {self.executed} warp-instructions", _all_waits(warps))
-            if ran or self._advance_one():
+            if ran or self.advance_one():
                 continue
             # Everything waits. Parked polls may be loops that end by themselves, so let them try some times.
-            stalls = stalls + 1 if version == self.version else 0
-            version = self.version
+            if version != self.version:
+                stalls, version, jump_ns = 0, self.version, FIRST_JUMP_NS
+            stalls += 1
             polling = [warp for warp in warps if warp.polls]
-            if stalls >= STALLS or not polling:
+            if not polling or (stalls > STALLS and self.on_stall == "deadlock") or jump_ns > MAX_JUMP_NS:
                 raise Deadlock("deadlock: no warp can go on", _all_waits(warps))
+            if self.on_stall == "timeout":
+                self.machine.time_ns += jump_ns
+                jump_ns *= 2
             for warp in polling:
-                warp.let_through = True
-        while self._advance_one():
+                warp.release_polls()
+        while self.advance_one():
             pass
 
     def _round(self, warps: list[Warp]) -> int:
-        ran = 0
-        for warp in warps:
-            executed = warp.step(self.rng)
+        machine, order, ran = self.machine, list(warps), 0
+        machine.shuffle(order)
+        for warp in order:
+            if warp.state.first_runnable() is None:
+                continue
+            executed = self._turn(warp)
             ran += executed
-            if executed and self.async_rate and self.rng.random() < self.async_rate:
-                self._advance_one()
-        self.executed += ran
-        self.time_ns += ran
+            if executed and machine.async_percent and machine.below(100) < machine.async_percent:
+                self.advance_one()
+        machine.executed += ran
+        machine.time_ns += ran
         return ran
+
+    def _turn(self, warp: Warp) -> int:
+        """One turn; the number of instructions that ran. Mostly of the lowest split that can run."""
+        machine, state = self.machine, warp.state
+        turn = TURNS[machine.below(len(TURNS))]
+        chosen = None
+        if state.num_splits > 1 and machine.below(OUT_OF_TURN) == 0:
+            chosen = machine.below(state.num_splits)
+        state.gives_way = 0
+        executed = 0
+        while executed < turn and not state.gives_way:
+            position = state.first_runnable()
+            if chosen is not None and not state.splits[chosen].is_parked:
+                position = chosen
+            chosen = None
+            if position is None:
+                break
+            executed += warp.run(position, turn - executed)
+        return executed
 
 
 def _all_waits(warps: list[Warp]) -> list[str]:
@@ -517,15 +727,49 @@ def _all_waits(warps: list[Warp]) -> list[str]:
     return [line for warp in ordered for line in warp.waits()]
 
 
+def _engine(name: EngineName | None, scheduler: Scheduler) -> Engine | None:
+    chosen = name or Settings.from_environment().engine
+    if chosen not in ENGINES:
+        raise ValueError(f"engine={chosen!r}: not one of {', '.join(ENGINES)}; pass one of them.")
+    if chosen == "reference":
+        return None
+    from mok_cute.emulator import fast
+
+    try:
+        return fast.FastEngine(scheduler)
+    except UnsupportedError as error:
+        if chosen == "fast":
+            raise
+        _warn_of_slowness(str(error))
+        return None
+
+
+@functools.cache
+def _warn_of_slowness(reason: str) -> None:
+    warnings.warn(f"the virtual GPU runs on its slow reference engine: {reason}", stacklevel=4)
+
+
 def run(
-    grids: list[Grid], *, seed: int = 0, max_steps: int | None = None, check_races: bool = False
+    grids: list[Grid],
+    *,
+    seed: int = 0,
+    max_steps: int | None = None,
+    engine: EngineName | None = None,
+    on_stall: OnStall = "deadlock",
+    check_races: bool = False,
 ) -> list[LaunchStats]:
     """Run several launches at once, as ranks that wait for each other need it. One seed, one order of events.
 
-    check_races   also look for races, missing fences and reads of what nobody wrote: a RaceError at the end
+    engine     "fast", "reference", or "auto": the fast one where it can be built; None: what MOK_CUTE_ENGINE says
+    on_stall   when only spin waits are left that see nothing new: "deadlock" reports that at once, "timeout" lets
+               virtual time jump until a time limit of the kernel ends one of them
+    check_races  also look for races, missing fences and reads of what nobody wrote: a RaceError at the end
     """
+    if on_stall not in ("deadlock", "timeout"):
+        raise ValueError(f"on_stall={on_stall!r}: not one of deadlock, timeout; pass one of them.")
     tracker = RaceTracker(grids) if check_races else NO_TRACKER
-    scheduler = Scheduler(grids, seed, max_steps, tracker)
+    scheduler = Scheduler(grids, seed, max_steps, on_stall, tracker)
+    scheduler.engine = _engine(engine, scheduler)
     begin = time.perf_counter()
     placed = []
     try:
@@ -558,8 +802,11 @@ def launch(
     seed: int = 0,
     sms: int = 4,
     max_steps: int | None = None,
+    engine: EngineName | None = None,
+    on_stall: OnStall = "deadlock",
     check_races: bool = False,
 ) -> LaunchStats:
     """Run one launch to its end."""
     single = Grid(kernel, grid, block, params, memory, cluster, dynamic_smem_bytes, sms)
-    return run([single], seed=seed, max_steps=max_steps, check_races=check_races)[0]
+    options: dict[str, Any] = {"engine": engine, "on_stall": on_stall, "check_races": check_races}
+    return run([single], seed=seed, max_steps=max_steps, **options)[0]

@@ -50,7 +50,7 @@ TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Branch:
-    """The lanes of ``taken`` go to ``target``, the others to the next instruction."""
+    """The lanes of ``taken`` go to ``target`` (or EXIT), the others to the next instruction."""
 
     target: int
     taken: npt.NDArray[np.bool_]
@@ -141,7 +141,7 @@ class Assembler:
             step = builder(self, instruction)
         except (KeyError, ValueError, IndexError, TypeError) as error:
             raise UnsupportedInstruction(instruction, f"form not known to the virtual GPU ({error!r})") from error
-        if instruction.predicate is None or parts[0] == "bra":
+        if instruction.predicate is None or parts[0] in ("bra", "ret", "exit"):
             return step
         predicate, negated = self.registers[instruction.predicate], instruction.negated
 
@@ -296,7 +296,7 @@ SPECIAL: dict[str, Callable[[Any], Value]] = {
 }
 
 
-# --------------------------------------------------------------------------------------------- compare, select and move
+# ------------------------------------------------------------------------------------------- compare, select and move
 
 
 def _is_float(kind: str) -> bool:
@@ -502,12 +502,11 @@ def _mapa(asm: Assembler, instruction: Instruction) -> Step:
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- control
+# ------------------------------------------------------------------------------------------------------------ control
 
 
-@opcode("bra")
-def _bra(asm: Assembler, instruction: Instruction) -> Step:
-    target = asm.kernel.labels[instruction.operands[0]]
+def _go(asm: Assembler, instruction: Instruction, target: int) -> Step:
+    """To ``target``, or EXIT; a predicate may send a part of the lanes only."""
     if instruction.predicate is None:
         return lambda warp, mask: target
     predicate, negated = asm.registers[instruction.predicate], instruction.negated
@@ -526,9 +525,14 @@ def _bra(asm: Assembler, instruction: Instruction) -> Step:
     return step
 
 
+@opcode("bra")
+def _bra(asm: Assembler, instruction: Instruction) -> Step:
+    return _go(asm, instruction, asm.kernel.labels[instruction.operands[0]])
+
+
 @opcode("ret", "exit")
 def _ret(asm: Assembler, instruction: Instruction) -> Step:
-    return lambda warp, mask: EXIT
+    return _go(asm, instruction, EXIT)
 
 
 @opcode("trap")

@@ -26,6 +26,7 @@ from mok_cute.emulator.execute import (
     opcode,
 )
 from mok_cute.emulator.rounding import flush
+from mok_cute.emulator.state import Word
 
 if TYPE_CHECKING:
     from mok_cute.emulator.device import Warp
@@ -100,6 +101,12 @@ def _by_cta(warp: Warp, addresses: Addresses, size: int) -> list[tuple[Any, Any,
     return parts
 
 
+def _words(addresses: Addresses, size: int) -> list[Word]:
+    """Those that hold the bytes at global addresses."""
+    step = min(size, 8)
+    return [Word.within(address + at, step) for address in set(addresses.tolist()) for at in range(0, size, step)]
+
+
 def _spread(values: Any, mask: Mask) -> Any:
     """Values of the active lanes -> a vector of 32 lanes."""
     if mask is None:
@@ -126,8 +133,14 @@ def _ld(asm: Assembler, instruction: Instruction) -> Step:
         if mask is not None:
             addresses = addresses[mask]
         data = read(warp, space, addresses, size)
-        if strong and warp.is_repeated_poll(instruction, addresses, data, lambda: read(warp, space, addresses, size)):
-            return warp.block(
+        if strong and warp.is_repeated_poll(
+            instruction,
+            addresses,
+            data,
+            lambda: read(warp, space, addresses, size),
+            _words(addresses, size) if space == "global" else None,
+        ):
+            return warp.block_on_polls(
                 lambda: f"{instruction.text}: polls {addresses[0]:#x}, which holds {data[0].tobytes().hex()}"
             )
         warp.tracker.loaded(warp, instruction, space, addresses, size)
@@ -176,7 +189,7 @@ def _st(asm: Assembler, instruction: Instruction) -> Step:
     return step
 
 
-# -------------------------------------------------------------------------------------------------------------- atomics
+# ------------------------------------------------------------------------------------------------------------ atomics
 
 
 def _wrapping(function: Callable[[int, int], int]) -> Callable[..., Any]:

@@ -104,6 +104,7 @@ class DeviceMemory:
         self._freed: deque[Allocation] = deque(maxlen=KEPT_FREED)
         self._defined: dict[int, npt.NDArray[np.bool_]] = {}  # by start: bytes written so far, where that is tracked
         self._owned: dict[int, Bytes] = {}  # by start: the buffer behind an allocation made here
+        self.version = 0  # of the table
         self._names: list[Name] = []  # sorted by address
         self._last: Allocation | None = None  # where the latest access was: the next is mostly there too
         self._discover = discover
@@ -126,6 +127,7 @@ class DeviceMemory:
         allocation = Allocation(address, num_bytes, name)
         insort(self._starts, address)
         self._allocations[address] = allocation
+        self.version += 1
         if not initialised:
             self._defined[address] = np.zeros(num_bytes, np.bool_)
         return allocation
@@ -179,7 +181,12 @@ class DeviceMemory:
         """All of them in the order of their addresses."""
         return [self._allocations[start] for start in self._starts]
 
+    def defined(self, allocation: Allocation) -> npt.NDArray[np.bool_] | None:
+        """Which bytes were written so far, where that is tracked."""
+        return self._defined.get(allocation.address)
+
     def _forget(self, allocation: Allocation) -> None:
+        self.version += 1
         self._starts.pop(bisect_right(self._starts, allocation.address) - 1)
         del self._allocations[allocation.address]
         self._defined.pop(allocation.address, None)

@@ -43,7 +43,7 @@ def converged(step: Step, members: Source, text: str) -> Step:
         if mask is not None:
             missing = lanes_missing(warp, mask, of_lane(members(warp), first_lane(mask)))
             if missing:
-                return warp.block(lambda: f"{text}: lanes {missing:#010x} of the warp are elsewhere")
+                return warp.block(lambda: f"{text}: lanes {missing:#010x} of the warp are elsewhere", warp.progress)
         return step(warp, mask)
 
     return wait
@@ -164,7 +164,7 @@ def _bar(asm: Assembler, instruction: Instruction) -> Step:
             warp.tracker.barrier_passed(warp, barrier)
             return None
         warp.awaited_barrier = awaited
-        return warp.block(lambda: f"{instruction.text}: {barrier}")
+        return warp.block(lambda: f"{instruction.text}: {barrier}", barrier.word)
 
     return converged(step, all_members, instruction.text)
 
@@ -188,7 +188,7 @@ def _cluster_wait(asm: Assembler, instruction: Instruction) -> Step:
         if barrier.passed(warp.awaited_cluster):
             warp.tracker.barrier_passed(warp, barrier)
             return None
-        return warp.block(lambda: f"{instruction.text}: {barrier}")
+        return warp.block(lambda: f"{instruction.text}: {barrier}", barrier.word)
 
     return converged(step, all_members, instruction.text)
 
