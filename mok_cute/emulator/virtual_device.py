@@ -39,6 +39,7 @@ NEW = {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full")} | {
     "new_full",
 }
 LEAVE_DATA_ALONE = ADDRESSES | METADATA | VIEWS | NEW
+UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty"}
 
 
 class VirtualDevice:
@@ -210,7 +211,19 @@ class _WaitingReads(TorchFunctionMode):
                 self.device.keep(args[0])
         elif self.device.streams.num_pending and _looks_at_data(name, args, kwargs):
             self.device.synchronize()
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name in UNWRITTEN and result.device.type == "cpu":
+            _make_conspicuous(result)
+        return result
+
+
+def _make_conspicuous(tensor: torch.Tensor) -> None:
+    """Fill memory that nobody has written: what a kernel forgets to write must not look right by chance."""
+    with torch._C.DisableTorchFunction():
+        if tensor.dtype.is_floating_point:
+            tensor.untyped_storage().fill_(0xFF)  # NaN in every format that has one
+        elif not tensor.dtype.is_complex and tensor.dtype != torch.bool:
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
 def _looks_at_data(name: str, args: Any, kwargs: Any) -> bool:

@@ -90,6 +90,13 @@ def test_a_launch_runs_when_torch_looks_at_the_tensor(device: VirtualDevice) -> 
     assert [stats.warp_instructions > 0 for _, stats in device.launched] == [True, True]
 
 
+@pytest.mark.parametrize("make", [lambda t: torch.empty(5, dtype=t.dtype), torch.empty_like, lambda t: t.new_empty(5)])
+def test_memory_that_nobody_wrote_looks_wrong(device: VirtualDevice, make: Any) -> None:
+    assert make(torch.zeros(5, dtype=torch.bfloat16)).isnan().all()
+    assert (make(torch.zeros(5, dtype=torch.int32)) == 2**31 - 1).all()
+    assert make(torch.zeros(5, dtype=torch.bool)).shape == (5,)
+
+
 def test_a_tensor_argument_is_device_memory(device: VirtualDevice) -> None:
     tensor = torch.arange(32, dtype=torch.float32)
     launch_double(from_dlpack(tensor))
