@@ -95,7 +95,7 @@ class KernelConfig:
     @property
     def warps(self) -> int:
         """Warps of a CTA, see templates/warps.py."""
-        return {"wgmma": 12, "tcgen05": 9}[self.tensor_core]
+        return 12
 
     @property
     def threads(self) -> int:

@@ -24,11 +24,11 @@ SM90_REGISTERS_CONSUMER = 216
 
 
 class Sm100Warps(IntEnum):
-    """First warp of each role on sm_100a and sm_103a: 9 warps. Accumulators lie in tensor memory, so 288 threads share
-    the registers evenly (224 each at most) and no budget is moved between roles.
+    """First warp of each role on sm_100a and sm_103a: 12 warps, three warpgroups.
 
-    EPILOGUE   four warps; warp 4 + q reads the lanes 32 * q .. 32 * q + 31 of tensor memory, which are rows of the tile
-    MMA        issues for both CTAs of a pair, in CTA 0
+    warpgroup 0   load, scheduler and two store warps
+    warpgroup 1   epilogue; warp 4 + q reads lanes 32 * q .. 32 * q + 31 of tensor memory, which are rows of the tile
+    warpgroup 2   MMA in its first warp, which issues for both CTAs of a pair, in CTA 0; the others only dispatch
     """
 
     LOAD = 0
@@ -38,4 +38,8 @@ class Sm100Warps(IntEnum):
     MMA = 8
 
 
-SM100_WARPS = 9
+SM100_WARPS = 12
+# 512 registers for each triple of threads, as above.
+SM100_REGISTERS_SERVICE = 96
+SM100_REGISTERS_EPILOGUE = 240
+SM100_REGISTERS_MMA = 152

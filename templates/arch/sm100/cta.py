@@ -1,13 +1,13 @@
 """A CTA on Blackwell: which warp plays which role, and what a tile is made of.
 
-| warp role  | warps  | program |
-|------------|--------|---------|
-| dispatch   | all 9  | dispatch/pull.py, in the first ``comm_ctas`` CTAs, before the roles below |
-| load       | 0      | grouped_gemm/load.py, mainloop_sm100.py |
-| scheduler  | 1      | scheduler/clusters.py |
-| store      | 2, 3   | epilogue/store.py, combine/push.py; warp 2 + w serves rows 64 w .. 64 w + 63 of the CTA |
-| epilogue   | 4 to 7 | epilogue/store.py, combine/reduce.py |
-| MMA        | 8      | mainloop_sm100.py, in CTA 0 of a pair |
+| warp role  | warps  | registers | program |
+|------------|--------|-----------|---------|
+| dispatch   | all 12 | 168       | dispatch/pull.py, in the first ``comm_ctas`` CTAs, before the roles below |
+| load       | 0      | 96        | grouped_gemm/load.py, mainloop_sm100.py |
+| scheduler  | 1      | 96        | scheduler/clusters.py |
+| store      | 2, 3   | 96        | epilogue/store.py, combine/push.py; warp 2 + w serves rows 64 w to 64 w + 63 |
+| epilogue   | 4 to 7 | 240       | epilogue/store.py, combine/reduce.py |
+| MMA        | 8      | 152       | mainloop_sm100.py, in CTA 0 of a pair |
 
 | pipeline     | producer             | consumer              | arrivals per phase |
 |--------------|----------------------|-----------------------|--------------------|
@@ -37,7 +37,12 @@ from mok_cute.templates.interface import Plan
 from mok_cute.templates.launch_args import CTAS_DONE, LaunchArgs
 from mok_cute.templates.scheduler import order
 from mok_cute.templates.scheduler.dynamic import read_slot
-from mok_cute.templates.warps import Sm100Warps
+from mok_cute.templates.warps import (
+    SM100_REGISTERS_EPILOGUE,
+    SM100_REGISTERS_MMA,
+    SM100_REGISTERS_SERVICE,
+    Sm100Warps,
+)
 
 TMEM_BARRIER, EPILOGUE_BARRIER = 1, 2  # named barriers: tensor memory is allocated; its readers are through
 
@@ -126,18 +131,23 @@ class Sm100Cta:
         warp: Int32,
     ):
         operands, accumulators = pipelines
-        first = Int32(Sm100Warps.EPILOGUE)
-        if warp == Sm100Warps.LOAD:
-            self.load.run(loads, s.sA, s.sB, operands, counters, control, s.slot, s.slot_full, s.slot_empty)
-        if warp == Sm100Warps.SCHEDULER:
-            self.scheduler.run(a, counters, control, s.prefix, s.slot, s.slot_full, s.slot_empty, own)
-        if (warp >= Sm100Warps.STORE) & (warp < first):
-            part = warp - Sm100Warps.STORE
-            self.store.run(a, stores, s.sOut, part, epilogue.chunks_of(s, part), counters, control)
-        if (warp >= first) & (warp < Sm100Warps.MMA):
+        wgi = cute.arch.make_warp_uniform(thread // 128)
+        if wgi == 0:
+            cute.arch.setmaxregister_decrease(SM100_REGISTERS_SERVICE)
+            if warp == Sm100Warps.LOAD:
+                self.load.run(loads, s.sA, s.sB, operands, counters, control, s.slot, s.slot_full, s.slot_empty)
+            if warp == Sm100Warps.SCHEDULER:
+                self.scheduler.run(a, counters, control, s.prefix, s.slot, s.slot_full, s.slot_empty, own)
+            if warp >= Sm100Warps.STORE:
+                part = warp - Sm100Warps.STORE
+                self.store.run(a, stores, s.sOut, part, epilogue.chunks_of(s, part), counters, control)
+        elif wgi == 1:
+            cute.arch.setmaxregister_increase(SM100_REGISTERS_EPILOGUE)
             self.run_epilogue(a, mma, s, own, accumulators, thread - 32 * Sm100Warps.EPILOGUE)
-        if warp == Sm100Warps.MMA:
-            self.run_mma(mma, s, own, operands, accumulators)
+        else:
+            cute.arch.setmaxregister_decrease(SM100_REGISTERS_MMA)
+            if warp == Sm100Warps.MMA:
+                self.run_mma(mma, s, own, operands, accumulators)
 
     @cute.jit
     def run_mma(
