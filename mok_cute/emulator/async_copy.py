@@ -31,11 +31,11 @@ from mok_cute.emulator.execute import (
 )
 from mok_cute.emulator.load_store import OFFSET_BITS
 from mok_cute.emulator.state import Word
+from mok_cute.emulator.tensor_box import Box, box_at, box_of_rows, read_box, write_box
 from mok_cute.emulator.tensor_map import NUM_BYTES, TensorMap
 
 if TYPE_CHECKING:
     from mok_cute.emulator.device import AsyncOperation, Cta, Warp
-    from mok_cute.emulator.memory import DeviceMemory
 
 Bytes = npt.NDArray[np.uint8]
 MAX_COUNT = (1 << 20) - 1  # arrivals and bytes that an mbarrier can hold
@@ -227,7 +227,7 @@ class BulkGroups:
     committed: list[list[AsyncOperation]] = field(default_factory=list)
 
 
-def _groups(warp: Warp, lane: int) -> BulkGroups:
+def groups_of(warp: Warp, lane: int) -> BulkGroups:
     return warp.bulk_groups.setdefault(lane, BulkGroups())
 
 
@@ -235,7 +235,7 @@ def _groups(warp: Warp, lane: int) -> BulkGroups:
 def _commit(asm: Assembler, instruction: Instruction) -> Step:
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
-            groups = _groups(warp, lane)
+            groups = groups_of(warp, lane)
             groups.committed.append(groups.open)
             groups.open = []
             warp.tracker.group_committed(warp, lane)
@@ -251,12 +251,12 @@ def _wait_group(asm: Assembler, instruction: Instruction) -> Step:
 
     def step(warp: Warp, mask: Mask) -> Any:
         for lane in lanes_of(mask):
-            committed = _groups(warp, lane).committed
-            for group in committed[: len(committed) - latest]:
+            committed = groups_of(warp, lane).committed
+            for group in committed[: max(len(committed) - latest, 0)]:
                 if any(operation.remaining() > may_remain for operation in group):
                     return warp.block(lambda: f"{instruction.text}: a copy of the group is under way", warp.async_steps)
         for lane in lanes_of(mask):
-            groups = _groups(warp, lane)
+            groups = groups_of(warp, lane)
             groups.committed = [group for group in groups.committed if any(op.remaining() for op in group)]
             warp.tracker.group_awaited(warp, lane, latest, bool(may_remain))
         return None
@@ -267,7 +267,7 @@ def _wait_group(asm: Assembler, instruction: Instruction) -> Step:
 # ------------------------------------------------------------------------------------------------- copies without TMA
 
 
-def _post(warp: Warp, unit: str, text: str, *steps: Callable[[], None]) -> AsyncOperation:
+def post(warp: Warp, unit: str, text: str, *steps: Callable[[], None]) -> AsyncOperation:
     from mok_cute.emulator.device import AsyncOperation
 
     operation = AsyncOperation(unit, deque(steps), text, warp)
@@ -315,18 +315,20 @@ def _bulk(asm: Assembler, instruction: Instruction) -> Step:
     size = asm.source(operands[2], "u32")
     if (to_space, from_space) == ("global", "shared"):
         return _bulk_store(to, origin, size, instruction)
-    if (to_space, from_space) != ("shared", "global"):
+    if (to_space, from_space) not in (("shared", "global"), ("shared", "shared")):
         raise ValueError("direction")
     barrier = asm.address(operands[3])[0]
+    if from_space == "shared":
+        return _bulk_to_cluster(to, origin, size, barrier, instruction)
     multicast = asm.source(operands[4], "u16") if "multicast::cluster" in instruction.opcode else None
 
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
             destinations = _destinations(warp, lane, to, barrier, multicast)
             source, num_bytes = int(origin(warp)[lane]), of_lane(size(warp), lane)
-            _check_bulk(destinations[0].offset, source, num_bytes)
+            check_bulk(destinations[0].offset, source, num_bytes)
             load = partial(_bulk_load, warp, source, num_bytes, destinations)
-            _post(warp, LOAD, instruction.text, warp.tracker.asynchronous(warp, instruction, load))
+            post(warp, LOAD, instruction.text, warp.tracker.asynchronous(warp, instruction, load))
 
     return step
 
@@ -341,7 +343,31 @@ def _bulk_load(warp: Warp, source: int, num_bytes: int, destinations: list[Desti
         update_barrier(to.barrier_cta, to.barrier_offset, 0, -num_bytes)
 
 
-def _check_bulk(shared: int, address: int, num_bytes: int) -> None:
+def _bulk_to_cluster(to: Source, origin: Source, size: Source, barrier: Source, instruction: Instruction) -> Step:
+    """From the CTA's own shared memory to that of a CTA of its cluster."""
+
+    def step(warp: Warp, mask: Mask) -> None:
+        for lane in lanes_of(mask):
+            (target,) = _destinations(warp, lane, to, barrier, None)
+            cta, offset = place_of(warp, int(origin(warp)[lane]))
+            num_bytes = of_lane(size(warp), lane)
+            check_bulk(target.offset, offset, num_bytes)
+
+            def move(target: Destination = target, cta: Cta = cta, offset: int = offset, n: int = num_bytes) -> None:
+                cta.check_shared(offset, n)
+                target.cta.check_shared(target.offset, n)
+                warp.tracker.reads_shared(cta, np.array([offset]), n)
+                report = target.barrier_cta, target.barrier_offset
+                warp.tracker.loads(np.zeros(0, np.int64), 0, target.cta, np.array([target.offset]), n, report)
+                target.cta.shared[target.offset : target.offset + n] = cta.shared[offset : offset + n]
+                update_barrier(target.barrier_cta, target.barrier_offset, 0, -n)
+
+            post(warp, LOAD, instruction.text, warp.tracker.asynchronous(warp, instruction, move))
+
+    return step
+
+
+def check_bulk(shared: int, address: int, num_bytes: int) -> None:
     if shared % 16 or address % 16 or num_bytes % 16:
         raise KernelFault(
             f"bulk copy of {num_bytes} bytes between shared memory offset {shared:#x} and {address:#x}: "
@@ -354,9 +380,9 @@ def _bulk_store(to: Source, origin: Source, size: Source, instruction: Instructi
         for lane in lanes_of(mask):
             cta, offset = place_of(warp, int(origin(warp)[lane]))
             target, num_bytes = int(to(warp)[lane]), of_lane(size(warp), lane)
-            _check_bulk(offset, target, num_bytes)
+            check_bulk(offset, target, num_bytes)
             steps = warp.tracker.in_group(warp, instruction, lane, *_store_steps(warp, cta, offset, target, num_bytes))
-            _groups(warp, lane).open.append(_post(warp, STORE, instruction.text, *steps))
+            groups_of(warp, lane).open.append(post(warp, STORE, instruction.text, *steps))
 
     return step
 
@@ -379,88 +405,11 @@ def _store_steps(warp: Warp, cta: Cta, offset: int, target: int, num_bytes: int)
 # ---------------------------------------------------------------------------------------------------------- TMA tiles
 
 
-@dataclass(frozen=True)
-class Box:
-    """Where the elements of one box lie: rows of dimension 0 in global memory, 16-byte chunks in shared memory."""
-
-    tensor: TensorMap
-    rows: npt.NDArray[np.uint64]  # address of the first element inside the tensor, for each row in order
-    inside: npt.NDArray[np.bool_]  # rows that lie inside
-    row_bytes: int
-    skip_bytes: int  # of each row, that lie before the tensor
-    copied_bytes: int  # of each row, that lie inside
-
-
-def box_at(tensor: TensorMap, coordinates: list[int]) -> Box:
-    if tensor.interleave or any(step != 1 for step in tensor.element_strides) or tensor.element_bits % 8:
-        raise KernelFault(f"TMA: interleaved, strided and packed tensors are not known to the virtual GPU: {tensor}")
-    if tensor.smem_element_bits != tensor.element_bits or tensor.swizzle_atom != 16:
-        raise KernelFault(f"TMA: this element type or swizzle is not known to the virtual GPU: {tensor}")
-    width = tensor.element_bits // 8
-    rows, inside = np.array([tensor.address], np.int64), np.ones(1, np.bool_)
-    for dim in range(tensor.rank - 1, 0, -1):
-        position = coordinates[dim] + np.arange(tensor.box[dim])
-        valid = (position >= 0) & (position < tensor.dims[dim])
-        rows = (rows[:, None] + (np.where(valid, position, 0) * tensor.strides_bytes[dim - 1])[None, :]).ravel()
-        inside = (inside[:, None] & valid[None, :]).ravel()
-    first = max(coordinates[0], 0)
-    last = min(coordinates[0] + tensor.box[0], tensor.dims[0])
-    count = max(last - first, 0)
-    addresses = (rows + first * width).astype(np.uint64)
-    return Box(
-        tensor,
-        addresses,
-        inside,
-        tensor.box[0] * width,
-        (first - coordinates[0]) * width if count else 0,
-        count * width,
-    )
-
-
-def read_box(memory: DeviceMemory, box: Box) -> Bytes:
-    """(rows, row bytes), zeros (or NaN) outside the tensor."""
-    fill = 0xFF if box.tensor.oob_fill == "nan" else 0
-    data = np.full((len(box.rows), box.row_bytes), fill, np.uint8)
-    if not box.copied_bytes:
-        return data
-    rows = box.rows[box.inside]
-    part = slice(box.skip_bytes, box.skip_bytes + box.copied_bytes)
-    if box.copied_bytes % 16 == 0 and not (rows & np.uint64(15)).any():
-        chunks = (rows[:, None] + np.arange(0, box.copied_bytes, 16, dtype=np.uint64)[None, :]).ravel()
-        data[box.inside, part] = memory.gather(chunks, 16).reshape(len(rows), box.copied_bytes)
-    else:
-        for row, address in zip(np.flatnonzero(box.inside), rows, strict=True):
-            data[row, part] = memory.read(int(address), box.copied_bytes, 1)
-    return data
-
-
-def write_box(memory: DeviceMemory, box: Box, data: Bytes) -> None:
-    """Rows and bytes outside the tensor are dropped."""
-    if not box.copied_bytes:
-        return
-    rows = box.rows[box.inside]
-    kept = data[box.inside, box.skip_bytes : box.skip_bytes + box.copied_bytes]
-    for address, row in zip(rows, kept, strict=True):
-        memory.write(int(address), row)
-
-
-def _chunks(cta: Cta, offset: int, tensor: TensorMap) -> npt.NDArray[np.int64]:
-    """Indices of the box's 16-byte chunks in shared memory, in the order of the box."""
-    if offset % 128:
-        raise KernelFault(f"TMA: shared memory offset {offset:#x} is not a multiple of 128")
-    num_bytes = tensor.box_bytes
-    if num_bytes % 16:
-        raise KernelFault(f"TMA: a box of {num_bytes} bytes is not a multiple of 16")
-    cta.check_shared(offset, num_bytes)
-    chunks: npt.NDArray[np.int64] = tensor.swizzled(offset + np.arange(0, num_bytes, 16)) // 16
-    return chunks
-
-
-def _descriptor(warp: Warp, address: int) -> TensorMap:
+def read_descriptor(warp: Warp, address: int) -> TensorMap:
     return TensorMap.decode(warp.cta.grid.memory.read(address, NUM_BYTES, 64).tobytes())
 
 
-def _tensor_operand(asm: Assembler, operand: str) -> tuple[Source, list[Source]]:
+def tensor_operand(asm: Assembler, operand: str) -> tuple[Source, list[Source]]:
     """``[descriptor, {coordinates}]``"""
     match = re.match(r"\[\s*([%\w$@]+)\s*,\s*\{(.*)\}\s*\]$", operand)
     if match is None:
@@ -471,74 +420,71 @@ def _tensor_operand(asm: Assembler, operand: str) -> tuple[Source, list[Source]]
 @opcode("cp.async.bulk.tensor")
 def _tensor_copy(asm: Assembler, instruction: Instruction) -> Step:
     parts = instruction.parts
-    if any(part.split("::")[0] == "im2col" for part in parts):
+    if any(part.split("::")[0].startswith("im2col") for part in parts):
         raise ValueError("mode")
     rank = int(parts[4][0])
     to_space, from_space = (part.split("::")[0] for part in parts[5:7])
+    find = box_of_rows if "tile::gather4" in parts or "tile::scatter4" in parts else box_at
     if (to_space, from_space) == ("global", "shared"):
-        return _tensor_store(asm, instruction, rank)
+        return _tensor_store(asm, instruction, rank, find)
     operands = instruction.operands
     to = asm.address(operands[0])[0]
-    descriptor, coordinates = _tensor_operand(asm, operands[1])
+    descriptor, coordinates = tensor_operand(asm, operands[1])
     barrier = asm.address(operands[2])[0]
     multicast = asm.source(operands[3], "u16") if "multicast::cluster" in instruction.opcode else None
     paired = "cta_group::2" in parts
 
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
-            tensor = _descriptor(warp, of_lane(descriptor(warp), lane))
+            tensor = read_descriptor(warp, of_lane(descriptor(warp), lane))
             at = [of_lane(coordinate(warp), lane) for coordinate in coordinates]
-            _check_rank(tensor, rank)
+            check_rank(tensor, rank)
             destinations = _destinations(warp, lane, to, barrier, multicast, paired)
-            load = partial(_tensor_load, warp, tensor, at, destinations)
-            _post(warp, "tensor load", instruction.text, warp.tracker.asynchronous(warp, instruction, load))
+            load = partial(_tensor_load, warp, find(tensor, at), destinations)
+            post(warp, "tensor load", instruction.text, warp.tracker.asynchronous(warp, instruction, load))
 
     return step
 
 
-def _tensor_load(warp: Warp, tensor: TensorMap, at: list[int], destinations: list[Destination]) -> None:
-    box = box_at(tensor, at)
-    data = read_box(warp.cta.grid.memory, box).reshape(-1, 16).view("V16").ravel()
+def _tensor_load(warp: Warp, box: Box, destinations: list[Destination]) -> None:
+    data = box.to_chunks(read_box(warp.cta.grid.memory, box))
     for to in destinations:
-        chunks = _chunks(to.cta, to.offset, tensor)
+        chunks = box.chunks(to.cta, to.offset)
         barrier = to.barrier_cta, to.barrier_offset
         warp.tracker.loads(box.rows[box.inside], box.copied_bytes, to.cta, 16 * chunks, 16, barrier)
         to.cta.shared_words[16][chunks] = data
-        update_barrier(to.barrier_cta, to.barrier_offset, 0, -tensor.box_bytes)
+        update_barrier(to.barrier_cta, to.barrier_offset, 0, -box.smem_bytes)
 
 
-def _check_rank(tensor: TensorMap, rank: int) -> None:
+def check_rank(tensor: TensorMap, rank: int) -> None:
     if tensor.rank != rank:
         raise KernelFault(f"TMA: a copy of rank {rank} with a descriptor of rank {tensor.rank}")
 
 
-def _tensor_store(asm: Assembler, instruction: Instruction, rank: int) -> Step:
-    descriptor, coordinates = _tensor_operand(asm, instruction.operands[0])
+def _tensor_store(asm: Assembler, instruction: Instruction, rank: int, find: Callable[..., Box]) -> Step:
+    descriptor, coordinates = tensor_operand(asm, instruction.operands[0])
     origin = asm.address(instruction.operands[1])[0]
 
     def step(warp: Warp, mask: Mask) -> None:
         for lane in lanes_of(mask):
             cta, offset = place_of(warp, int(origin(warp)[lane]))
-            tensor = _descriptor(warp, of_lane(descriptor(warp), lane))
+            tensor = read_descriptor(warp, of_lane(descriptor(warp), lane))
             at = [of_lane(coordinate(warp), lane) for coordinate in coordinates]
-            _check_rank(tensor, rank)
-            steps = warp.tracker.in_group(warp, instruction, lane, *_tensor_store_steps(warp, cta, offset, tensor, at))
-            _groups(warp, lane).open.append(_post(warp, "tensor store", instruction.text, *steps))
+            check_rank(tensor, rank)
+            steps = _tensor_store_steps(warp, cta, offset, find(tensor, at))
+            steps = warp.tracker.in_group(warp, instruction, lane, *steps)
+            groups_of(warp, lane).open.append(post(warp, "tensor store", instruction.text, *steps))
 
     return step
 
 
-def _tensor_store_steps(
-    warp: Warp, cta: Cta, offset: int, tensor: TensorMap, at: list[int]
-) -> list[Callable[[], None]]:
+def _tensor_store_steps(warp: Warp, cta: Cta, offset: int, box: Box) -> list[Callable[[], None]]:
     held: list[Bytes] = []
-    box = box_at(tensor, at)
 
     def read() -> None:
-        places = _chunks(cta, offset, tensor)
+        places = box.chunks(cta, offset)
         warp.tracker.reads_shared(cta, 16 * places, 16)
-        chunks = cta.shared_words[16][places]
-        held.append(chunks.view(np.uint8).reshape(len(box.rows), box.row_bytes))
+        held.append(box.from_chunks(cta.shared_words[16][places]))
 
     def write() -> None:
         warp.tracker.writes_global(box.rows[box.inside], box.copied_bytes)

@@ -28,6 +28,7 @@ import numpy.typing as npt
 # Imported for their opcodes.
 from mok_cute.emulator import (  # noqa: F401
     async_copy,
+    bulk_reduce,
     cluster_launch,
     convert,
     float_arithmetic,
@@ -36,6 +37,9 @@ from mok_cute.emulator import (  # noqa: F401
     synchronize,
     tcgen05,
     tensor_core,
+    tensor_map_update,
+    thread_copies,
+    warp_votes,
 )
 from mok_cute.emulator.decode import Kernel
 from mok_cute.emulator.execute import (
