@@ -42,6 +42,7 @@ class SharedBarrier:
 class Issue:
     """An asynchronous operation as it was issued: what comes before it, and which events it is.
 
+    known           also what whoever waits for the operation learns from it, besides that it is complete
     reads, writes   slot and epoch of its accesses; a load's are those of the barrier that it reports to
     pipe            slot and epoch of the operations that it comes behind, without any wait
     """
@@ -55,10 +56,6 @@ class Issue:
     reads: tuple[int, int] = NO_EVENT
     writes: tuple[int, int] = NO_EVENT
     pipe: tuple[int, int] = NO_EVENT
-
-    def knowledge(self) -> Knowledge:
-        """What whoever waits for this operation learns from it, besides that it is complete."""
-        return replace(self.known, happened=self.known.happened.at(self.actor.slot, self.epoch))
 
 
 @dataclass
@@ -161,23 +158,23 @@ class AsyncOrder(MemoryOrder):
         if barrier is None:
             return
         latest, seen = barrier.ended - 1, barrier.waits.get(actor)
+        if done and latest == seen:  # of many lanes or tries only the first learns anything
+            return
         # Waits of alternating parity follow the phases one by one; the parity tells a phase only from its neighbours.
         if seen is not None and parity != seen & 1 and latest - seen >= (3 if done else 2):
             first = f"its wait for phase {seen}"
             missing = f"a wait that is less than two phases behind: phase {latest} has ended"
             self._mbarrier(cta, offset, order, actor, first, missing)
-        if done and barrier.ended:
+        if done and barrier.ended and "relaxed" not in instruction.parts:
             barrier.waits[actor] = latest
-            if "relaxed" not in instruction.parts:
-                actor.acquire(barrier.complete)
+            actor.acquire(barrier.complete)
 
     # ------------------------------------------------------------------------------------------ asynchronous operations
 
     def _issued(self, warp: Warp, instruction: Instruction, **events: tuple[int, int]) -> Issue:
         actor = self.actor(warp)
-        issue = Issue(actor, self.order(instruction), actor.epoch, actor.happened(), actor.known, actor.after, **events)
-        actor.epoch += 1  # what the warp does from now on does not come before the operation
-        return issue
+        known = actor.release()  # what the warp does from now on does not come before the operation
+        return Issue(actor, self.order(instruction), actor.epoch - 1, actor.happened(), known, actor.after, **events)
 
     def _during(self, issue: Issue, step: Step) -> Step:
         def run() -> None:
@@ -248,7 +245,7 @@ class AsyncOrder(MemoryOrder):
         """The operation that is happening copies these stretches to shared memory; it will report to this barrier."""
         issue = self._issue
         assert issue is not None
-        known = self._barrier(issue.actor, issue.order, *barrier, issue.knowledge().happened, fenced=True)
+        known = self._barrier(issue.actor, issue.order, *barrier, issue.happened, fenced=True)
         if known is None:
             return
         event = (known.slot, known.ended + 1)
@@ -270,9 +267,9 @@ class AsyncOrder(MemoryOrder):
         """The operation that is happening is complete, as far as this barrier is concerned; before that is counted."""
         issue = self._issue
         assert issue is not None
-        barrier = self._barrier(issue.actor, issue.order, cta, offset, issue.knowledge().happened, fenced=True)
+        barrier = self._barrier(issue.actor, issue.order, cta, offset, issue.happened, fenced=True)
         if barrier is not None:
-            learned = issue.knowledge()
+            learned = issue.known
             learned = replace(learned, happened=learned.happened.at(barrier.slot, barrier.ended + 1))
             if issue.pipe != NO_EVENT:  # a commit is a fence::before_thread_sync, too
                 happened = learned.happened.at(*issue.pipe)

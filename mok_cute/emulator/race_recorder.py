@@ -109,6 +109,7 @@ class Recorder(Tracker):
 
     def _generic(self, actor: Actor, order: Order, space: Space, keys: Addresses, size: int, *, writes: bool) -> None:
         flags = (cells.STRONG if order.strong else 0) | (cells.GLOBAL if space == "global" else 0)
+        actor.acted = True
         self._record(
             actor,
             (actor.slot, actor.epoch),

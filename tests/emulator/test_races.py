@@ -125,6 +125,10 @@ CASES = {
         f"[[race: bar.sync 0;]] @%p3 st.shared.b32 [%r9], 1; {DONE}",
         {},
     ),
+    "store before its own warp reuses its source": (
+        ZEROS + f"fence.proxy.async; bar.sync 0; {STORE} [[race: {DONE}]] @%p1 st.shared.b32 [%r9], 1; {DONE}",
+        {},
+    ),
     "store to another CTA": (
         f"{SKIP} {ZEROS} fence.proxy.async; bar.sync 0; {STORE} @%p1 cp.async.bulk.wait_group[[race:  => .read]] 0;"
         f"[[race: fence.proxy.async.global;]] {PUBLISH} {ACQUIRE} ld.global.b32 %r2, [%q0]; END:",
