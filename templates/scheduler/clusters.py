@@ -99,7 +99,7 @@ class ClusterScheduler(TaskDecoder):
                         phase ^= 1
             number = Int32(NOTHING)
             if not refused:
-                number, got = self.receive(a, own, lane, asked, answer_phase)
+                number, got = self.receive(a, own, lane, asked, answer_phase, read_phase)
                 read_phase ^= 1
                 answer_phase ^= Int32(lane < asked)
                 granted = cute.arch.popc(cute.arch.vote_ballot_sync(got))
@@ -159,7 +159,7 @@ class LaunchControl(ClusterScheduler):
 
     @cute.jit
     def receive(
-        self, a: LaunchArgs, own: ClusterStorage, lane: Int32, depth: Int32, phase: Int32
+        self, a: LaunchArgs, own: ClusterStorage, lane: Int32, depth: Int32, phase: Int32, round_phase: Int32
     ) -> tuple[Int32, Boolean]:
         """(number, whether there was one) for each lane of the round."""
         number, got = Int32(NOTHING), Boolean(False)
@@ -209,10 +209,10 @@ class ClusterTickets(ClusterScheduler):
 
     @cute.jit
     def receive(
-        self, a: LaunchArgs, own: ClusterStorage, lane: Int32, depth: Int32, phase: Int32
+        self, a: LaunchArgs, own: ClusterStorage, lane: Int32, depth: Int32, phase: Int32, round_phase: Int32
     ) -> tuple[Int32, Boolean]:
         """Lane 0's ticket, as long as there are tasks: the first beyond them ends the cluster."""
-        wait_at_cluster_scope(own.answer_full, phase, self.ctas)
+        wait_at_cluster_scope(own.answer_full, round_phase, self.ctas)
         ticket = cute.recast_ptr(own.answers, dtype=Int32)[0]
         self.answers_are_read(own, lane)
         return ticket, (lane == 0) & (ticket < device_order(self.geometry, a).num_tasks)
