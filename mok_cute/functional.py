@@ -130,6 +130,8 @@ def create_workspaces(
         )
         for block in blocks
     ]
+    for workspace in workspaces:
+        workspace.name_arrays()
     gpu.synchronize()  # everything is zeroed before any stream may use it
     return workspaces
 

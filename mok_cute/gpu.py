@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mok_cute.arch import Arch, num_sms
 from mok_cute.errors import UnsupportedError
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 VIRTUAL_PREFIX = "virtual:"  # before the name of an arch
 MAX_CUDA_RANKS = 8  # hardware launch queues by default; two waiting ranks in one queue would block each other
+
+
+class NamedArray(NamedTuple):
+    """An array somewhere in a block of device memory, as reports call it; ``offset`` in bytes."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    item_bytes: int
 
 
 class Gpu(Protocol):
@@ -50,6 +59,9 @@ class Gpu(Protocol):
 
     def pinned_words(self, count: int) -> torch.Tensor:
         """(count,) int32 of host memory that kernels write and the host reads at any time, zero."""
+
+    def name_arrays(self, memory: torch.Tensor, arrays: Sequence[NamedArray]) -> None:
+        """Say what lies in a block that ``zeros`` gave, for reports of a virtual GPU."""
 
     def new_stream(self) -> Any:
         """A stream of a rank's own; what it is, only ``rank_streams`` knows."""
@@ -100,6 +112,9 @@ class CudaGpu:
         import torch
 
         return torch.zeros(count, dtype=torch.int32).pin_memory()
+
+    def name_arrays(self, memory: torch.Tensor, arrays: Sequence[NamedArray]) -> None:
+        pass
 
     def new_stream(self) -> torch.cuda.Stream:
         import torch

@@ -14,11 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from mok_cute.config import MAX_EP_SIZE, ROW_BLOCK, RunConfig
 from mok_cute.errors import ConfigError, PeerTimeoutError, TimeoutReport
+from mok_cute.gpu import NamedArray
 from mok_cute.schedule import schedule_symmetric_bytes
 from mok_cute.templates.launch_args import (
     CONTROL_WORDS,
     COUNTER_ARRAYS,
+    CTAS_DONE,
+    ENTERED,
     PEER_SIGNAL_BYTES,
+    PUSHES_DONE,
+    SHARED_Y_DONE,
+    TICKET,
+    X_STAGED,
 )
 
 if TYPE_CHECKING:
@@ -73,6 +80,22 @@ class CounterLayout:
         for length in (max_blocks, max_blocks, token_blocks, max_blocks):
             offsets.append(offsets[-1] + -(-length // 32) * 32)
         return cls(*offsets)
+
+    def arrays(self) -> dict[str, tuple[int, int]]:
+        """First word and length of every array of a set; single counters are arrays of one."""
+        singles = {
+            "ticket": TICKET,
+            "x_staged": X_STAGED,
+            "entered": ENTERED,
+            "pushes_done": PUSHES_DONE,
+            "shared_y_done": SHARED_Y_DONE,
+            "ctas_done": CTAS_DONE,
+        }
+        firsts = [self.x_routed_ready, self.hidden_ready, self.shared_hidden_ready, self.y_done, self.set_words]
+        names = ("x_routed_ready", "hidden_ready", "shared_hidden_ready", "y_done")
+        arrays = {name: (word, 1) for name, word in singles.items()}
+        arrays |= {name: (first, end - first) for name, first, end in zip(names, firsts, firsts[1:], strict=False)}
+        return arrays
 
 
 @dataclass(frozen=True)
@@ -139,6 +162,24 @@ class WorkspaceTable:
             placed[b.name] = Buffer(b.name, b.shape, b.dtype, b.scope, b.writer, b.reader, offset)
             ends[b.scope] = -(-(offset + b.num_bytes) // ALIGNMENT) * ALIGNMENT
         return cls(placed, counters, max_tokens, max_rows, ring_rows, ends[sym], ends[loc])
+
+    def named_arrays(self, scope: str, rank: int) -> list[NamedArray]:
+        """What lies in a rank's symmetric or local block, as reports call it: buffers, and signals word by word."""
+        named = []
+        for b in self.buffers.values():
+            if b.scope != scope:
+                continue
+            if b.name in ("entry", "exit"):
+                peers = b.num_bytes // PEER_SIGNAL_BYTES
+                named.append(NamedArray(f"rank {rank} {b.name}", b.offset, (peers,), PEER_SIGNAL_BYTES))
+            elif b.name == "counters":
+                for number in range(COUNTER_SETS):
+                    for name, (first, length) in self.counters.arrays().items():
+                        offset = b.offset + ITEM_BYTES[INT32] * (number * self.counters.set_words + first)
+                        named.append(NamedArray(f"rank {rank} {name}", offset, (length,), ITEM_BYTES[INT32]))
+            else:
+                named.append(NamedArray(f"rank {rank} {b.name}", b.offset, b.shape, ITEM_BYTES[b.dtype]))
+        return named
 
 
 def max_routed_rows(shape: MoEShape, ep_size: int, max_tokens: int, row_block: int = ROW_BLOCK) -> int:
@@ -216,6 +257,11 @@ class Workspace:
         b = self.table.buffers[name]
         block = self.symmetric.memory if b.scope == "symmetric" else self.local
         return int(block.data_ptr()) + b.offset
+
+    def name_arrays(self) -> None:
+        """Tell the GPU what lies where, for its reports."""
+        self.gpu.name_arrays(self.symmetric.memory, self.table.named_arrays("symmetric", self.rank))
+        self.gpu.name_arrays(self.local, self.table.named_arrays("local", self.rank))
 
     @cached_property
     def record_words(self) -> Any:

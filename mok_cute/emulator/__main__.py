@@ -17,6 +17,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m mok_cute.emulator", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="order of everything that a GPU leaves open")
     parser.add_argument("--num-sms", type=int, default=4, help="CTAs that are resident at most")
+    parser.add_argument("--races", action="store_true", help="find races, missing fences and uninitialised reads")
     parser.add_argument("script", type=Path)
     parser.add_argument("args", nargs=argparse.REMAINDER)
     asked = parser.parse_args(arguments)
@@ -28,8 +29,9 @@ def main(arguments: list[str]) -> None:
 
     sys.argv = [str(asked.script), *asked.args]
     sys.path.insert(0, str(asked.script.resolve().parent))
+    arch = dsl_patches.chosen_arch() or "sm_90a"
     try:
-        device = VirtualDevice(dsl_patches.chosen_arch() or "sm_90a", num_sms=asked.num_sms, seed=asked.seed)
+        device = VirtualDevice(arch, num_sms=asked.num_sms, seed=asked.seed, check_races=asked.races)
     except UnsupportedError as error:
         sys.exit(f"error: {error}")
     with device, torch_on_host.enter(device):

@@ -22,6 +22,7 @@ from mok_cute.emulator.driver import Launch
 from mok_cute.emulator.memory import ALIGNMENT, DeviceMemory, add_torch_tensor, find_torch_tensor
 from mok_cute.emulator.streams import Streams
 from mok_cute.errors import ConfigError
+from mok_cute.gpu import NamedArray
 
 PREFIX = "virtual:"
 CURRENT_STREAM = 0  # torch on the CPU has no other
@@ -47,18 +48,22 @@ class VirtualDevice:
 
     num_sms      CTAs that a launch keeps resident at most
     seed         decides the order of everything that a GPU leaves open; one seed replays a run exactly
+    check_races  also report races, missing fences and uninitialised reads (RaceError); takes up to four times as long
     launched     name of each kernel that has run and its statistics, oldest first
     """
 
     engine = "python"
     max_ranks = sys.maxsize  # all launches that are ready run together, however many
 
-    def __init__(self, arch: str = "sm_90a", *, num_sms: int = DEFAULT_SMS, seed: int = 0) -> None:
+    def __init__(
+        self, arch: str = "sm_90a", *, num_sms: int = DEFAULT_SMS, seed: int = 0, check_races: bool = False
+    ) -> None:
         if num_sms < 1:
             raise ConfigError(f"num_sms={num_sms}: a device has at least 1; pass more.")
         self.arch = machines.get(arch)
         self.num_sms = num_sms
         self.seed = seed
+        self.check_races = check_races
         self.memory = DeviceMemory(discover=find_torch_tensor)
         self.streams = Streams()
         self.launched: list[tuple[str, LaunchStats]] = []
@@ -115,7 +120,8 @@ class VirtualDevice:
         try:
             while launches := self.streams.take_ready():
                 with torch._C.DisableTorchFunction():
-                    statistics = run([self._grid(launch) for launch in launches], seed=self.seed)
+                    grids = [self._grid(launch) for launch in launches]
+                    statistics = run(grids, seed=self.seed, check_races=self.check_races)
                 self.streams.end(launches)
                 self.launched += [(launch.entry, s) for launch, s in zip(launches, statistics, strict=True)]
         finally:
@@ -165,6 +171,13 @@ class VirtualDevice:
         whole = torch.zeros(num_bytes + ALIGNMENT, dtype=torch.uint8)
         skipped = -whole.data_ptr() % ALIGNMENT
         return whole[skipped : skipped + num_bytes]
+
+    def name_arrays(self, memory: torch.Tensor, arrays: Sequence[NamedArray]) -> None:
+        self.keep(memory)
+        with torch._C.DisableTorchFunction():
+            start = memory.data_ptr()
+        for array in arrays:
+            self.memory.name(start + array.offset, array.name, array.shape, array.item_bytes)
 
     def pinned_words(self, count: int) -> torch.Tensor:
         """(count,) int32: all host memory is within a kernel's reach."""
