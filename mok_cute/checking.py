@@ -110,7 +110,7 @@ def run_check(request: CheckRequest, say: Callable[[str], None] = lambda text: N
     say   told what is being done, for people who watch
     """
     try:
-        with gpu.entered(request.device):
+        with gpu.entered(request.device, check_races=request.check_races):
             return _run_check(request, say)
     except torch.OutOfMemoryError as error:
         WEIGHTS.clear()
@@ -198,6 +198,7 @@ def config_of(request: CheckRequest, tokens: list[int], workspace: Workspace) ->
         "routing": request.routing,
         "inputs": request.inputs,
         "seed": request.seed,
+        "check_races": request.check_races,
         "schedule_seeds": list(request.schedule_seeds) if gpu.is_virtual(request.device) else None,
         "precision": config.precision,
         "direction": "forward",

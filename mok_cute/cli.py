@@ -120,6 +120,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     orders.add_argument(
         "--schedule-seed", type=int, metavar="N", help="both runs in the order of this seed (virtual devices)"
     )
+    parser.add_argument("--check-races", action="store_true", help="also look for races (virtual devices); slower")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write results and pre-activations as safetensors")
     parser.add_argument("--cases", type=Path, metavar="FILE", help="JSON list of option objects, run in one process")
 
@@ -223,6 +224,8 @@ def schedule_seeds_of(args: argparse.Namespace) -> tuple[int, ...]:
             raise ConfigError(f"--schedule-{option} {value}: only for virtual devices; drop it.")
         if value is not None and value < least:
             raise ConfigError(f"--schedule-{option} {value}: at least {least}; change it.")
+    if args.check_races and args.device == "cuda":
+        raise ConfigError("--check-races: only for virtual devices; drop it.")
     if args.schedule_seed is not None:
         return (args.schedule_seed,) * 2
     count = 2 if args.schedule_seeds is None else args.schedule_seeds
@@ -253,6 +256,7 @@ def check_request_of(args: argparse.Namespace) -> CheckRequest:
         inputs=args.inputs,
         seed=args.seed,
         schedule_seeds=schedule_seeds,
+        check_races=args.check_races,
         save=args.save,
     )
 

@@ -155,15 +155,15 @@ def torch_device(device: torch.device | str) -> torch.device:
 
 
 @contextmanager
-def entered(device: torch.device | str) -> Iterator[None]:
-    """Inside, a virtual device of that name is current: the one around the caller, or one made for this block. A real
-    device needs no entering."""
+def entered(device: torch.device | str, **options: Any) -> Iterator[None]:
+    """Inside, a virtual device of that name is current: the one around the caller, or one made for this block with
+    these options of ``VirtualDevice``. A real device needs no entering."""
     if not is_virtual(device):
         yield
         return
     from mok_cute.emulator.virtual_device import VirtualDevice
 
-    with nullcontext() if VirtualDevice.is_any_current() else VirtualDevice.of_name(str(device)):
+    with nullcontext() if VirtualDevice.is_any_current() else VirtualDevice.of_name(str(device), **options):
         yield
 
 

@@ -29,6 +29,7 @@ class CheckRequest:
 
     schedule_seeds   a run for each, at least two. A virtual device orders by the seed what a GPU leaves open; on a
                      real one only their number counts
+    check_races      a virtual device also looks for races, missing fences and reads of what nobody wrote
     """
 
     shape: MoEShape
@@ -41,6 +42,7 @@ class CheckRequest:
     inputs: str = "normal"
     seed: int = 0
     schedule_seeds: tuple[int, ...] = (0, 1)
+    check_races: bool = False
     save: Path | None = None
 
     @property

@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from mok_cute import arch as machines
 from mok_cute.emulator import driver
-from mok_cute.emulator.device import Grid, LaunchStats, run
+from mok_cute.emulator.device import EngineName, Grid, LaunchStats, OnStall, run
 from mok_cute.emulator.driver import Launch
 from mok_cute.emulator.memory import ALIGNMENT, DeviceMemory, add_torch_tensor, find_torch_tensor
 from mok_cute.emulator.streams import Streams
-from mok_cute.errors import ConfigError
+from mok_cute.errors import ConfigError, UnsupportedError
 from mok_cute.gpu import NamedArray
+from mok_cute.settings import Settings
 
 PREFIX = "virtual:"
 CURRENT_STREAM = 0  # torch on the CPU has no other
@@ -49,14 +50,23 @@ class VirtualDevice:
     num_sms      CTAs that a launch keeps resident at most
     seed         decides the order of everything that a GPU leaves open; one seed replays a run exactly
     check_races  also report races, missing fences and uninitialised reads (RaceError); takes up to four times as long
+    engine       fast, reference or auto, which is the fast one where it can be built; None: what MOK_CUTE_ENGINE says
+    on_stall     when nothing is left but waits that see nothing new: "deadlock" reports that at once, "timeout" lets
+                 virtual time pass until a kernel's own time limit ends one of them
     launched     name of each kernel that has run and its statistics, oldest first
     """
 
-    engine = "python"
     max_ranks = sys.maxsize  # all launches that are ready run together, however many
 
     def __init__(
-        self, arch: str = "sm_90a", *, num_sms: int = DEFAULT_SMS, seed: int = 0, check_races: bool = False
+        self,
+        arch: str = "sm_90a",
+        *,
+        num_sms: int = DEFAULT_SMS,
+        seed: int = 0,
+        check_races: bool = False,
+        engine: EngineName | None = None,
+        on_stall: OnStall = "deadlock",
     ) -> None:
         if num_sms < 1:
             raise ConfigError(f"num_sms={num_sms}: a device has at least 1; pass more.")
@@ -64,6 +74,8 @@ class VirtualDevice:
         self.num_sms = num_sms
         self.seed = seed
         self.check_races = check_races
+        self.on_stall = on_stall
+        self._engine = engine
         self.memory = DeviceMemory(discover=find_torch_tensor)
         self.streams = Streams()
         self.launched: list[tuple[str, LaunchStats]] = []
@@ -121,7 +133,13 @@ class VirtualDevice:
             while launches := self.streams.take_ready():
                 with torch._C.DisableTorchFunction():
                     grids = [self._grid(launch) for launch in launches]
-                    statistics = run(grids, seed=self.seed, check_races=self.check_races)
+                    statistics = run(
+                        grids,
+                        seed=self.seed,
+                        engine=self._engine,
+                        on_stall=self.on_stall,
+                        check_races=self.check_races,
+                    )
                 self.streams.end(launches)
                 self.launched += [(launch.entry, s) for launch, s in zip(launches, statistics, strict=True)]
         finally:
@@ -157,6 +175,20 @@ class VirtualDevice:
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+    @property
+    def engine(self) -> str:
+        """The one that runs kernels here: fast or reference."""
+        chosen = self._engine or Settings.from_environment().engine
+        if chosen != "auto":
+            return chosen
+        from mok_cute.emulator import fast
+
+        try:
+            fast.library()
+        except UnsupportedError:
+            return "reference"
+        return "fast"
 
     @property
     def product_name(self) -> str:
