@@ -141,7 +141,7 @@ class AsyncOrder(MemoryOrder):
         remote = cta is not warp.cta
         barrier = self._barrier(actor, order, cta, offset, actor.happened(), fenced=remote)
         if barrier is not None and "relaxed" not in instruction.parts:
-            barrier.gathering = barrier.gathering.joined(actor.release())
+            barrier.gathering = barrier.gathering.joined(_as_if_fenced(actor.release()))
 
     def mbarrier_stored(self, cta: Cta, offset: int, phase: int) -> None:
         barrier = self._barriers.get((cta, offset))
@@ -168,6 +168,7 @@ class AsyncOrder(MemoryOrder):
         if done and barrier.ended and "relaxed" not in instruction.parts:
             barrier.waits[actor] = latest
             actor.acquire(barrier.complete)
+            actor.fence_after()
 
     # ------------------------------------------------------------------------------------------ asynchronous operations
 
@@ -271,9 +272,8 @@ class AsyncOrder(MemoryOrder):
         if barrier is not None:
             learned = issue.known
             learned = replace(learned, happened=learned.happened.at(barrier.slot, barrier.ended + 1))
-            if issue.pipe != NO_EVENT:  # a commit is a fence::before_thread_sync, too
-                happened = learned.happened.at(*issue.pipe)
-                learned = replace(learned, happened=happened, tensor=learned.tensor.joined(happened))
+            if issue.pipe != NO_EVENT:
+                learned = _as_if_fenced(replace(learned, happened=learned.happened.at(*issue.pipe)))
             barrier.gathering = barrier.gathering.joined(learned)
 
     def _asynchronous(
@@ -329,3 +329,8 @@ class AsyncOrder(MemoryOrder):
     def _not_waited_for(self, cta: Cta, offset: int) -> Callable[[Actor, cells.Event], str]:
         where = f"the mbarrier at {shared_place(cta, offset)}"
         return lambda first, event: f"a wait for phase {event.epoch - 1} of {where}"
+
+
+def _as_if_fenced(knowledge: Knowledge) -> Knowledge:
+    """A commit is a tcgen05.fence::before_thread_sync by itself; of other arrivals the usual pipelines ask none."""
+    return replace(knowledge, tensor=knowledge.tensor.joined(knowledge.happened))

@@ -14,7 +14,9 @@ What orders, and what more the detector asks for:
 - What the generic proxy wrote, the async proxy may read or overwrite behind a fence.proxy.async that lies on the chain.
   Bulk stores to global memory count for others only when their thread fences between its wait and its release; the
   async proxy of another CTA needs a fence behind the acquire as well.
-- Matrix instructions of another warp on tensor memory need tcgen05.fence::before_thread_sync and after_thread_sync.
+- Tensor memory that another warp used before a bar.sync or the like needs tcgen05.fence::before_thread_sync ahead of it
+  and ::after_thread_sync behind it. Across an mbarrier PTX asks for the same, but the vendor's own pipelines have no
+  fence there: an arrival and a wait count as the fences, too.
 - Bytes of a word that several warps write in parts are told apart only as far as the last write goes.
 """
 

@@ -251,8 +251,8 @@ CASES = {
         + MMA.format(more=1)
         + COMMIT
         + WAIT
-        + "@!%p6 bra LAST; [[tensor fence: tcgen05.fence::after_thread_sync;]]"
-        "tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r1}, [%r10]; tcgen05.wait::ld.sync.aligned;" + DEALLOCATE,
+        + "@!%p6 bra LAST; tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r1}, [%r10]; tcgen05.wait::ld.sync.aligned;"
+        + DEALLOCATE,
         PAIR,
     ),
     "operand overwritten behind a product": (
