@@ -168,7 +168,7 @@ class AsyncOrder(MemoryOrder):
         if done and barrier.ended and "relaxed" not in instruction.parts:
             barrier.waits[actor] = latest
             actor.acquire(barrier.complete)
-            actor.fence_after()
+            actor.after = actor.after.joined(barrier.complete.tensor)
 
     # ------------------------------------------------------------------------------------------ asynchronous operations
 
