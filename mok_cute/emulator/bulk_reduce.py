@@ -80,6 +80,7 @@ def _global_steps(
         held.append(cta.shared[offset : offset + num_bytes].copy())
 
     def update() -> None:
+        warp.tracker.writes_global(np.array([target]), num_bytes, atomic=True)
         memory.write(target, _combined(memory.read(target, num_bytes, 16), held[0], operation, kind), 16)
 
     return [read, update]
@@ -107,6 +108,8 @@ def _to_shared(asm: Assembler, instruction: Instruction) -> Step:
                 warp.tracker.reads_shared(source, np.array([start]), num_bytes)
                 new = source.shared[start : start + num_bytes]
                 before = cta.shared[offset : offset + num_bytes]
+                nothing, report = np.zeros(0, np.int64), (barrier_cta, barrier_offset)
+                warp.tracker.loads(nothing, 0, cta, np.array([offset]), num_bytes, report, atomic=True)
                 cta.shared[offset : offset + num_bytes] = _combined(before, new, operation, kind)
                 update_barrier(barrier_cta, barrier_offset, 0, -num_bytes)
 
@@ -149,6 +152,7 @@ def _tensor_steps(warp: Warp, cta: Cta, offset: int, box: Box, operation: str) -
         held.append(box.from_chunks(cta.shared_words[16][places]))
 
     def update() -> None:
+        warp.tracker.writes_global(box.rows[box.inside], box.copied_bytes, atomic=True)
         before = read_box(memory, box)
         write_box(memory, box, _combined(before, held[0], operation, kind).reshape(before.shape))
 

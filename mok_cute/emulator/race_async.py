@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mok_cute.emulator import shadow as cells
-from mok_cute.emulator.clocks import NOTHING, Actor, Clock, Knowledge
+from mok_cute.emulator.clocks import NEVER, NOTHING, Actor, Clock, Knowledge
 from mok_cute.emulator.race_findings import Finding
 from mok_cute.emulator.race_memory import MemoryOrder
 from mok_cute.emulator.race_recorder import EXIT, NO_EVENT, SCOPES, SYS, Order, Space, shared_place
@@ -68,6 +68,15 @@ class Groups:
     latest: tuple[Order, int] | None = None  # operation, and the number of its group
 
 
+@dataclass
+class Copies:
+    """The cp.async of a warp: its slot counts them. ``ends`` has the number of copies at each commit."""
+
+    slot: int
+    issued: int = 0
+    ends: list[int] = field(default_factory=list)
+
+
 class AsyncOrder(MemoryOrder):
     """The async proxy. While an operation happens, ``_issue`` says whose it is."""
 
@@ -76,6 +85,7 @@ class AsyncOrder(MemoryOrder):
         self._barriers: dict[tuple[Cta, int], SharedBarrier] = {}
         self._unfenced: dict[Actor, list[SharedBarrier]] = {}
         self._groups: dict[tuple[Actor, int], Groups] = {}
+        self._copies: dict[Actor, Copies] = {}
         self._matrix_groups: dict[Actor, Groups] = {}
         self._issue: Issue | None = None  # of the asynchronous operation that is happening
 
@@ -241,7 +251,14 @@ class AsyncOrder(MemoryOrder):
         return "cp.async.bulk.wait_group (without .read) by its thread"
 
     def loads(
-        self, reads: Addresses, num_bytes: int, cta: Cta, offsets: Addresses, size: int, barrier: tuple[Cta, int]
+        self,
+        reads: Addresses,
+        num_bytes: int,
+        cta: Cta,
+        offsets: Addresses,
+        size: int,
+        barrier: tuple[Cta, int],
+        atomic: bool = False,
     ) -> None:
         """The operation that is happening copies these stretches to shared memory; it will report to this barrier."""
         issue = self._issue
@@ -251,7 +268,7 @@ class AsyncOrder(MemoryOrder):
             return
         event = (known.slot, known.ended + 1)
         self._asynchronous(issue, event, "global", reads, num_bytes, writes=False)
-        self._asynchronous(issue, event, "shared", offsets + self._shared_key(cta), size, writes=True)
+        self._asynchronous(issue, event, "shared", offsets + self._shared_key(cta), size, writes=True, atomic=atomic)
 
     def reads_shared(self, cta: Cta, offsets: Addresses, size: int) -> None:
         """The operation that is happening reads these bytes."""
@@ -260,9 +277,10 @@ class AsyncOrder(MemoryOrder):
             self._issue, self._issue.reads, "shared", offsets.ravel() + self._shared_key(cta), size, writes=False
         )
 
-    def writes_global(self, addresses: Addresses, num_bytes: int) -> None:
-        assert self._issue is not None
-        self._asynchronous(self._issue, self._issue.writes, "global", addresses, num_bytes, writes=True)
+    def writes_global(self, addresses: Addresses, num_bytes: int, atomic: bool = False) -> None:
+        issue = self._issue
+        assert issue is not None
+        self._asynchronous(issue, issue.writes, "global", addresses, num_bytes, writes=True, atomic=atomic)
 
     def reports(self, cta: Cta, offset: int) -> None:
         """The operation that is happening is complete, as far as this barrier is concerned; before that is counted."""
@@ -285,12 +303,14 @@ class AsyncOrder(MemoryOrder):
         size: int,
         *,
         writes: bool,
+        atomic: bool = False,
     ) -> None:
+        flags = cells.ASYNC | (cells.GLOBAL if space == "global" else 0) | (cells.STRONG if atomic else 0)
         self._record(
             issue.actor,
             event,
             issue.order,
-            cells.ASYNC | (cells.GLOBAL if space == "global" else 0),
+            flags,
             keys,
             size,
             writes,
@@ -300,6 +320,69 @@ class AsyncOrder(MemoryOrder):
             pipe=issue.pipe,
             must_be_written=space == "shared",
         )
+
+    # --------------------------------------------------------------------------------------------------------- cp.async
+
+    def copying(self, warp: Warp, instruction: Instruction, step: Step) -> Step:
+        """The step of a cp.async. It is of the generic proxy, and complete when its thread has waited for it."""
+        copies = self._copies_of(self.actor(warp))
+        copies.issued += 1
+        event = (copies.slot, copies.issued)
+        return self._during(self._issued(warp, instruction, reads=event, writes=event), step)
+
+    def _copies_of(self, actor: Actor) -> Copies:
+        if actor not in self._copies:
+            missing = "cp.async.wait_group or cp.async.mbarrier.arrive by its thread"
+            self._copies[actor] = Copies(self._new_slot(lambda first, event: missing))
+        return self._copies[actor]
+
+    def copies(self, cta: Cta, offsets: Addresses, size: int, sources: Addresses, num_bytes: int) -> None:
+        """The cp.async that is happening copies from these places to those."""
+        issue = self._issue
+        assert issue is not None
+        self._generic_copy(issue, cells.GLOBAL, sources, num_bytes, writes=False)
+        self._generic_copy(issue, 0, offsets + self._shared_key(cta), size, writes=True)
+
+    def _generic_copy(self, issue: Issue, flags: int, keys: Addresses, size: int, *, writes: bool) -> None:
+        self._record(
+            issue.actor,
+            issue.writes,
+            issue.order,
+            flags,
+            keys,
+            size,
+            writes,
+            happened=issue.happened,
+            visible=NEVER,
+            own_epoch=issue.epoch,
+        )
+
+    def copies_committed(self, warp: Warp) -> None:
+        copies = self._copies_of(self.actor(warp))
+        copies.ends.append(copies.issued)
+
+    def copies_awaited(self, warp: Warp, latest: int | None) -> None:
+        """All but the latest groups; None: all copies."""
+        actor = self.actor(warp)
+        copies = self._copies_of(actor)
+        if latest is None:
+            actor.reach(copies.slot, copies.issued)
+        elif len(copies.ends) > latest:
+            actor.reach(copies.slot, copies.ends[-1 - latest])
+
+    def copies_arrive(self, warp: Warp, instruction: Instruction, cta: Cta, offset: int) -> Step:
+        """For the arrival that follows the copies issued so far; to be called before it is counted."""
+        actor, order = self.actor(warp), self.order(instruction)
+        copies = self._copies_of(actor)
+        known = actor.release()
+        known = replace(known, happened=known.happened.at(copies.slot, copies.issued))
+        barrier = self._barrier(actor, order, cta, offset, known.happened, fenced=cta is not warp.cta)
+
+        def arrive() -> None:
+            if barrier is not None:
+                barrier.gathering = barrier.gathering.joined(_as_if_fenced(known))
+
+        return arrive
 
     # ------------------------------------------------------------------------------------------------------------ wgmma
 

@@ -55,18 +55,18 @@ def _copy(asm: Assembler, instruction: Instruction) -> Step:
             if count > size or offset % size:
                 raise KernelFault(f"cp.async of {count} of {size} bytes to shared memory offset {offset:#x}")
             jobs.append((cta, offset, int(origin(warp)[lane]), count))
-        operation = post(warp, COPY, instruction.text, lambda: _perform(warp, instruction, jobs, size))
+        copy = warp.tracker.copying(warp, instruction, lambda: _perform(warp, jobs, size))
+        operation = post(warp, COPY, instruction.text, copy)
         for lane in lanes_of(mask):
             _groups(warp, lane).open.append(operation)
 
     return step
 
 
-def _perform(warp: Warp, instruction: Instruction, jobs: list[tuple[Cta, int, int, int]], size: int) -> None:
-    written = np.array([cta.shared_base | offset for cta, offset, _, _ in jobs], np.uint64)
-    warp.tracker.stored(warp, instruction, "shared", written, size)
+def _perform(warp: Warp, jobs: list[tuple[Cta, int, int, int]], size: int) -> None:
     for cta, offset, source, count in jobs:
         cta.check_shared(offset, size)
+        warp.tracker.copies(cta, np.array([offset]), size, np.array([source]), count)
         cta.shared[offset : offset + size] = 0
         if count:
             cta.shared[offset : offset + count] = warp.cta.grid.memory.read(source, count, count & -count)
@@ -79,6 +79,7 @@ def _commit(asm: Assembler, instruction: Instruction) -> Step:
             groups = _groups(warp, lane)
             groups.committed.append(groups.open)
             groups.open = []
+        warp.tracker.copies_committed(warp)
 
     return step
 
@@ -99,6 +100,7 @@ def _wait(asm: Assembler, instruction: Instruction) -> Step:
         for lane in lanes_of(mask):
             groups = _groups(warp, lane)
             groups.committed = [group for group in groups.committed if any(op.remaining() for op in group)]
+        warp.tracker.copies_awaited(warp, None if everything else latest)
         return None
 
     return step
@@ -119,14 +121,15 @@ def _arrive(asm: Assembler, instruction: Instruction) -> Step:
                 barrier = load_barrier(cta, offset)
                 barrier.update(-1, 0)
                 store_barrier(cta, offset, barrier)
-            _after(before, _arrival(warp, instruction, cta, offset))
+            told = warp.tracker.copies_arrive(warp, instruction, cta, offset)
+            _after(before, _arrival(cta, offset, told))
 
     return step
 
 
-def _arrival(warp: Warp, instruction: Instruction, cta: Cta, offset: int) -> Callable[[], None]:
+def _arrival(cta: Cta, offset: int, told: Callable[[], None]) -> Callable[[], None]:
     def arrive() -> None:
-        warp.tracker.mbarrier_arrives(warp, instruction, cta, offset)
+        told()
         barrier = load_barrier(cta, offset)
         barrier.update(1, 0)
         store_barrier(cta, offset, barrier)
@@ -198,7 +201,7 @@ def _red_async(asm: Assembler, instruction: Instruction) -> Step:
             def update(place: tuple[Cta, int] = place, report: tuple[Cta, int] = report, value: Any = value) -> None:
                 cta, offset = place
                 cta.check_shared(offset, size)
-                warp.tracker.loads(NOWHERE, 0, cta, np.array([offset]), size, report)
+                warp.tracker.loads(NOWHERE, 0, cta, np.array([offset]), size, report, atomic=True)
                 word = cta.shared[offset : offset + size].view(element)
                 word[:] = combine(word.copy(), value, operation, kind)
                 update_barrier(*report, 0, -size)

@@ -53,12 +53,31 @@ class Tracker:
     def group_awaited(self, warp: Warp, lane: int, latest: int, read_only: bool) -> None: ...
 
     def loads(
-        self, reads: Addresses, num_bytes: int, cta: Cta, offsets: Addresses, size: int, barrier: tuple[Cta, int]
+        self,
+        reads: Addresses,
+        num_bytes: int,
+        cta: Cta,
+        offsets: Addresses,
+        size: int,
+        barrier: tuple[Cta, int],
+        atomic: bool = False,
     ) -> None: ...
 
     def reads_shared(self, cta: Cta, offsets: Addresses, size: int) -> None: ...
 
-    def writes_global(self, addresses: Addresses, num_bytes: int) -> None: ...
+    def writes_global(self, addresses: Addresses, num_bytes: int, atomic: bool = False) -> None: ...
+
+    def copying(self, warp: Warp, instruction: Instruction, step: Step) -> Step:
+        return step
+
+    def copies(self, cta: Cta, offsets: Addresses, size: int, sources: Addresses, num_bytes: int) -> None: ...
+
+    def copies_committed(self, warp: Warp) -> None: ...
+
+    def copies_awaited(self, warp: Warp, latest: int | None) -> None: ...
+
+    def copies_arrive(self, warp: Warp, instruction: Instruction, cta: Cta, offset: int) -> Step:
+        return lambda: None
 
     def reports(self, cta: Cta, offset: int) -> None: ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def outcome(act: Callable[[], None]) -> set[str]:
 def test_broken_gemm_is_reported(gemm, mutant):
     kernel = GEMMS[gemm].kernel(mutant)
     for seed in range(MOST_SEEDS):
-        found = outcome(lambda seed=seed: GEMMS[gemm].run(kernel, seed))
+        found = outcome(partial(GEMMS[gemm].run, kernel, seed))
         if found:
             assert found & set(FOUND[mutant].split(", ")), found
             return

@@ -149,6 +149,34 @@ CASES = {
         f"{LOAD} {WAIT} END:",
         TWO,
     ),
+    "copies of a thread, in groups": (
+        ZEROS + "bar.sync 0; @%p1 cp.async.ca.shared.global [%r9], [%q0], 4; @%p1 cp.async.commit_group;"
+        "@%p1 cp.async.ca.shared.global [%r9+64], [%q0+4], 4; @%p1 cp.async.commit_group;"
+        "@%p1 cp.async.wait_group [[race: 1 => 2]]; [[race: bar.sync 0;]] @%p3 ld.shared.b32 %r1, [%r9];"
+        "@%p1 cp.async.wait_all;",
+        {},
+    ),
+    "copies of a thread, with an mbarrier": (
+        BARRIERS + ZEROS + "bar.sync 0; @%p1 cp.async.ca.shared.global [%r9], [%q0], 4;"
+        f"@%p1 cp.async.mbarrier.arrive.noinc.shared.b64 [%r8]; @%p2 bra END; [[race: {WAIT}]]"
+        "ld.shared.b32 %r1, [%r9]; END:",
+        {},
+    ),
+    "sums of bulk copies from two CTAs": (
+        ZEROS + "@%p1 st.shared.v4.b32 [%r9], {1, 1, 1, 1}; fence.proxy.async; bar.sync 0;"
+        "@%p1 cp.[[race: reduce.async.bulk.global.shared::cta.bulk_group.add.u32 => "
+        "async.bulk.global.shared::cta.bulk_group]] [%q0], [%r9], 16; @%p1 cp.async.bulk.commit_group;" + DONE,
+        TWO,
+    ),
+    "remote sums from two CTAs": (
+        BARRIERS + "@%p1 st.shared.b32 [%r9], 0; @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r8], 8;"
+        "fence.proxy.async; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+        "mapa.shared::cluster.u32 %r1, %r9, 0; mapa.shared::cluster.u32 %r2, %r8, 0;"
+        "@%p1 red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r1], 1, [%r2];"
+        f"@!%p4 bra TOLD; [[race: {WAIT}]] ld.shared.b32 %r3, [%r9];"
+        "TOLD: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;",
+        CLUSTER,
+    ),
     # Words of global memory.
     "release and acquire": (
         f"{SKIP} @%p1 st.global.b32 [%q0], 5; @%p1 st.[[race: release => relaxed]].gpu.global.b32 [%q1], 1;"
