@@ -226,6 +226,11 @@ class BulkGroups:
     open: list[AsyncOperation] = field(default_factory=list)
     committed: list[list[AsyncOperation]] = field(default_factory=list)
 
+    def forget_complete(self) -> None:
+        """Only the oldest: a group that ended before an older one still counts among the latest."""
+        while self.committed and not any(operation.remaining() for operation in self.committed[0]):
+            self.committed.pop(0)
+
 
 def groups_of(warp: Warp, lane: int) -> BulkGroups:
     return warp.bulk_groups.setdefault(lane, BulkGroups())
@@ -256,8 +261,7 @@ def _wait_group(asm: Assembler, instruction: Instruction) -> Step:
                 if any(operation.remaining() > may_remain for operation in group):
                     return warp.block(lambda: f"{instruction.text}: a copy of the group is under way", warp.async_steps)
         for lane in lanes_of(mask):
-            groups = groups_of(warp, lane)
-            groups.committed = [group for group in groups.committed if any(op.remaining() for op in group)]
+            groups_of(warp, lane).forget_complete()
             warp.tracker.group_awaited(warp, lane, latest, bool(may_remain))
         return None
 

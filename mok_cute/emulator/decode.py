@@ -19,7 +19,9 @@ STATEMENT = re.compile(
 )
 ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.S)
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr[\w\s.]*?\s)?([\w$]+)(?:\[(\d+)\])?\s*$")
-VARIABLE = re.compile(r"\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?")
+VARIABLE = re.compile(  # not the .ptr of a parameter, where a number follows .align
+    r"\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(?!align\b)(\w+)\s+([\w$]+)(?:\[(\d*)\])?"
+)
 SPACE = re.compile(r"\s*")
 NAME = re.compile(r"[%A-Za-z_$][\w$]*")
 
@@ -71,6 +73,7 @@ class Kernel:
     registers: dict[str, str] = field(default_factory=dict)  # name -> type
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)  # name -> index of an instruction
+    vectors: dict[str, list[str]] = field(default_factory=dict)  # name -> the registers of its elements
 
 
 def split_operands(text: str) -> list[str]:
@@ -194,19 +197,29 @@ def _parse_body(kernel: Kernel, body: str, first_line: int, files: dict[int, str
             _, number, row, *_ = text.split()
             source = f"{files.get(int(number), number)}:{row}"
         elif text and not text.startswith("."):
-            kernel.instructions.append(_instruction(text, scope, line, source))
+            kernel.instructions.append(_instruction(text, scope, line, source, kernel.vectors))
 
 
 def _declare(kernel: Kernel, text: str, scope: _Scope) -> None:
     _, kind, names = text.split(None, 2)
+    elements = ""
+    if kind in (".v2", ".v4"):
+        elements = "xyzw"[: int(kind[2])]
+        kind, names = names.split(None, 1)
     for name in split_operands(names):
+        if elements:
+            scope.names.add(name)
+            whole = scope.resolve(name)
+            kernel.vectors[whole] = [f"{whole}.{element}" for element in elements]
+            kernel.registers.update(dict.fromkeys(kernel.vectors[whole], kind[1:]))
+            continue
         many = re.match(r"(.*)<(\d+)>$", name)
         for single in [f"{many[1]}{index}" for index in range(int(many[2]))] if many else [name]:
             scope.names.add(single)
             kernel.registers[scope.resolve(single)] = kind[1:]
 
 
-def _instruction(text: str, scope: _Scope, line: int, source: str) -> Instruction:
+def _instruction(text: str, scope: _Scope, line: int, source: str, vectors: dict[str, list[str]]) -> Instruction:
     text = " ".join(text.split())
     match = re.match(r"(?:@(!?)([%\w$]+)\s+)?(\S+)\s*(.*)$", text)
     if match is None:
@@ -215,4 +228,7 @@ def _instruction(text: str, scope: _Scope, line: int, source: str) -> Instructio
     if scope.number or match[3].startswith("bra"):
         operands = NAME.sub(lambda name: scope.resolve(name[0]), operands)
     predicate = scope.resolve(match[2]) if match[2] else None
-    return Instruction(match[3], tuple(split_operands(operands)), predicate, bool(match[1]), text, line, source)
+    listed = tuple(
+        f"{{{', '.join(vectors[operand])}}}" if operand in vectors else operand for operand in split_operands(operands)
+    )
+    return Instruction(match[3], listed, predicate, bool(match[1]), text, line, source)

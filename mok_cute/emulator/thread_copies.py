@@ -98,8 +98,7 @@ def _wait(asm: Assembler, instruction: Instruction) -> Step:
             if any(operation.remaining() for group in awaited for operation in group):
                 return warp.block(lambda: f"{instruction.text}: a copy of the group is under way")
         for lane in lanes_of(mask):
-            groups = _groups(warp, lane)
-            groups.committed = [group for group in groups.committed if any(op.remaining() for op in group)]
+            _groups(warp, lane).forget_complete()
         warp.tracker.copies_awaited(warp, None if everything else latest)
         return None
 
