@@ -245,6 +245,7 @@ def _float(program: Program, instruction: Instruction, name: str, kind: str) -> 
     suffix = "_ftz" if "ftz" in instruction.parts else ""
     if "NaN" in instruction.parts:
         name += "_nan"
+    need(name not in ("min", "max", "min_nan", "max_nan") or len(instruction.operands) == 3)
     fields = _operation(program, instruction, f"{name}_{kind}{suffix}", *[kind] * len(instruction.operands))
     if kind == "f32x2" and "c" not in fields:
         fields["c"] = fields["b"]
@@ -482,7 +483,7 @@ def _st(program: Program, instruction: Instruction) -> Fields:
     kind, space = instruction.type, space_of(instruction)
     elements = program.assembler.vector(instruction.operands[1])
     size = _size(kind)
-    need(size * len(elements) <= 16 and size <= 8)
+    need(size * len(elements) <= 16 and size <= 8 and {"async", "bulk"}.isdisjoint(instruction.parts))
     places = []
     for element in elements:
         if element in program.assembler.registers:
