@@ -1,4 +1,5 @@
-"""Marks, and what a test needs to run. Test files import the helpers beside this file by their plain names."""
+"""Marks, and what a test needs to run. Test files import the helpers beside this file, and those
+in layer/, by their plain names."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+for _folder in ("", "layer"):
+    sys.path.insert(0, str(Path(__file__).parent / _folder))
 
 MARKS = {
     "gpu": "runs kernels on a CUDA device; skipped without one",

@@ -130,6 +130,10 @@ class Actor:
         if self.known.happened[slot] < epoch:
             self.known = replace(self.known, happened=self.known.happened.at(slot, epoch))
 
+    def fence(self, scope: int, knowledge: Knowledge) -> None:
+        """From now on relaxed writes of this scope or less, and relaxed arrivals, release this."""
+        self.fenced[scope] = self.fenced.get(scope, NOTHING).joined(knowledge)
+
     def fence_async(self, *, shared: bool, globally: bool) -> None:
         """Hands what has happened over to the async proxy, and then this warp's finished bulk stores to everybody."""
         known = self.release()

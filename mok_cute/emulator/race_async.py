@@ -12,7 +12,7 @@ from mok_cute.emulator import shadow as cells
 from mok_cute.emulator.clocks import NEVER, NOTHING, Actor, Clock, Knowledge
 from mok_cute.emulator.race_findings import Finding
 from mok_cute.emulator.race_memory import MemoryOrder
-from mok_cute.emulator.race_recorder import EXIT, NO_EVENT, SCOPES, SYS, Order, Space, shared_place
+from mok_cute.emulator.race_recorder import CLUSTER, EXIT, NO_EVENT, SCOPES, SYS, Order, Space, shared_place
 from mok_cute.emulator.tracker import Addresses, Step
 
 if TYPE_CHECKING:
@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class SharedBarrier:
-    """What the detector keeps of an mbarrier. Its slot counts the phases that have ended."""
+    """What the detector keeps of an mbarrier. Its slot counts the phases that have ended.
+
+    made   slot and epoch of the initialisation: among those of its warp, which are events of their own because a
+           fence.mbarrier_init releases them and nothing else
+    """
 
     cta: Cta
     offset: int
     slot: int
     by: Actor
-    epoch: int  # of the initialisation
+    made: tuple[int, int]
     place: int
     fenced: bool = False
     phase: int = 0  # the bit
@@ -84,6 +88,7 @@ class AsyncOrder(MemoryOrder):
         super().__init__(grids)
         self._barriers: dict[tuple[Cta, int], SharedBarrier] = {}
         self._unfenced: dict[Actor, list[SharedBarrier]] = {}
+        self._made: dict[Actor, tuple[int, int]] = {}  # slot and number of the mbarriers that each has made
         self._groups: dict[tuple[Actor, int], Groups] = {}
         self._copies: dict[Actor, Copies] = {}
         self._matrix_groups: dict[Actor, Groups] = {}
@@ -118,9 +123,13 @@ class AsyncOrder(MemoryOrder):
         slot = old.slot if old is not None else self._new_slot(self._not_waited_for(cta, offset))
         self._generic(actor, order, "shared", np.array([self._shared_key(cta) + offset], np.uint64), 8, writes=True)
         ended = 0 if old is None else old.ended + old.ended % 2  # an even number, as the first phase has parity 0
-        made = SharedBarrier(cta, offset, slot, actor, actor.epoch, order.place, ended=ended)
-        self._barriers[cta, offset] = made
-        self._unfenced.setdefault(actor, []).append(made)
+        unfenced = self._unfenced.setdefault(actor, [])
+        slot_made, number = self._made.get(actor) or (self._new_slot(lambda first, event: ""), 0)
+        self._made[actor] = slot_made, number + 1
+        actor.reach(slot_made, number + 1)
+        barrier = SharedBarrier(cta, offset, slot, actor, self._made[actor], order.place, ended=ended)
+        self._barriers[cta, offset] = barrier
+        unfenced.append(barrier)
 
     def mbarrier_ended(self, cta: Cta, offset: int) -> None:
         self._barriers.pop((cta, offset), None)
@@ -128,6 +137,8 @@ class AsyncOrder(MemoryOrder):
     def _barriers_fenced(self, actor: Actor) -> None:
         for barrier in self._unfenced.pop(actor, []):
             barrier.fenced = True
+        if actor in self._made:
+            actor.fence(CLUSTER, Knowledge(NEVER.at(*self._made[actor])))
 
     def _barrier(
         self, actor: Actor, order: Order, cta: Cta, offset: int, happened: Clock, *, fenced: bool
@@ -137,7 +148,7 @@ class AsyncOrder(MemoryOrder):
         if barrier is None:
             self._mbarrier(cta, offset, order, actor, "", "mbarrier.init before its first use")
             return None
-        if barrier.by is not actor and happened[barrier.by.slot] < barrier.epoch:
+        if barrier.by is not actor and happened[barrier.made[0]] < barrier.made[1]:
             missing = "a barrier of the CTA or cluster between mbarrier.init and this"
             self._mbarrier(cta, offset, order, actor, self._text(barrier.by, barrier.place), missing)
         elif fenced and not barrier.fenced:

@@ -137,7 +137,7 @@ class MemoryOrder(Recorder):
         """For relaxed reads before and relaxed writes behind."""
         for reached in range(CTA, scope + 1):
             actor.acquire(actor.looked.pop(reached, NOTHING))
-        actor.fenced[scope] = actor.release()
+        actor.fence(scope, actor.release())
 
     def barrier_arrives(self, warp: Warp, barrier: Barrier, relaxed: bool = False) -> None:
         """Before the arrival is counted: those of one generation share what they release."""
@@ -145,8 +145,13 @@ class MemoryOrder(Recorder):
         if generation != barrier.generation:
             released = [NOTHING]
             self._meetings[barrier] = (barrier.generation, released)
-        if not relaxed:
-            released[0] = released[0].joined(self.actor(warp).release())
+        actor = self.actor(warp)
+        if relaxed:
+            for scope, knowledge in actor.fenced.items():
+                if scope >= CLUSTER:
+                    released[0] = released[0].joined(knowledge)
+        else:
+            released[0] = released[0].joined(actor.release())
         self._awaited[warp, barrier] = released
 
     def barrier_passed(self, warp: Warp, barrier: Barrier, relaxed: bool = False) -> None:

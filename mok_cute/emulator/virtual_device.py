@@ -266,7 +266,7 @@ def _make_conspicuous(tensor: torch.Tensor) -> None:
     """Fill memory that nobody has written: what a kernel forgets to write must not look right by chance."""
     with torch._C.DisableTorchFunction():
         if tensor.dtype.is_floating_point:
-            tensor.untyped_storage().fill_(0xFF)  # NaN in every format that has one
+            tensor.untyped_storage().fill_(0xFF)  # type: ignore[attr-defined]  # NaN in every format that has one
         elif not tensor.dtype.is_complex and tensor.dtype != torch.bool:
             tensor.fill_(torch.iinfo(tensor.dtype).max)
 

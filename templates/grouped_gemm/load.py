@@ -33,6 +33,10 @@ class LoadWarp:
     def unsupported_reason(plan: Plan) -> str | None:
         return None
 
+    def load_tile(self, kind: int, loads: Any, sA: Any, sB: Any, task: Any, operands: Any, state: Any) -> Any:
+        """Stream both operands of one tile through the ring; the state of the ring behind it."""
+        raise NotImplementedError
+
     @cute.jit
     def run(
         self,

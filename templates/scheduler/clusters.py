@@ -56,9 +56,31 @@ def wait_at_cluster_scope(barrier: cute.Pointer, phase: Int32, ctas: cutlass.Con
 class ClusterScheduler(TaskDecoder):
     """The scheduler warp's program; a subclass is a source of numbers."""
 
+    DRAIN: int  # numbers that a round asks for once only empty ones are left
+
     def __init__(self, plan: Plan):
         super().__init__(plan)
         self.ctas = plan.config.ctas_per_tile
+
+    def first(self, a: LaunchArgs, lane: Int32) -> Int32:
+        """The number that this cluster starts with, or NOTHING."""
+        raise NotImplementedError
+
+    def ask(
+        self, counters: Int64, own: ClusterStorage, lane: Int32, rank: Int32, depth: Int32, read_phase: Int32
+    ) -> None:
+        """Ask for ``depth`` numbers, whose answers go to every CTA of the cluster."""
+        raise NotImplementedError
+
+    def receive(
+        self, a: LaunchArgs, own: ClusterStorage, lane: Int32, depth: Int32, phase: Int32, round_phase: Int32
+    ) -> tuple[Int32, Boolean]:
+        """(number, whether there was one) for each lane of the round."""
+        raise NotImplementedError
+
+    def handled(self, taken: Int32) -> Int32:
+        """How many clusters of the grid this one stands for."""
+        raise NotImplementedError
 
     @cute.jit
     def run(

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from mok_cute.config import ROW_BLOCK
 from mok_cute.schedule import (
     LAUNCHES,
     Schedule,
@@ -28,7 +29,9 @@ LIMIT_NS = 20_000_000_000  # a test that waits for a rank must end
 def build(launch, options, *, num_experts, local_experts, topk, id_bits):
     from mok_cute.templates.schedule.kernels import ScheduleKernels
 
-    kernels = ScheduleKernels(num_experts=num_experts, local_experts=local_experts, topk=topk, id_bits=id_bits)
+    kernels = ScheduleKernels(
+        num_experts=num_experts, local_experts=local_experts, topk=topk, id_bits=id_bits, row_block=ROW_BLOCK
+    )
     return cute.compile(getattr(kernels, launch), *kernels.example_arguments(), options=options)
 
 
