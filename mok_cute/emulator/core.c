@@ -18,7 +18,7 @@ typedef int32_t s32;
 typedef int64_t s64;
 typedef float f32;
 
-enum { MAX_SPLITS = 33, MAX_WAITS = 4, MAX_CLUSTER = 16 };
+enum { MAX_SPLITS = 33, MAX_WAITS = 16, MAX_CLUSTER = 16 };
 enum { BLOCKED = -2, EXIT = -1 };
 enum { SHARED_OFFSET_BITS = 24, RESERVED_SHARED_BYTES = 1024, OUT_OF_TURN = 20 };
 #define ALL_LANES 0xFFFFFFFFu

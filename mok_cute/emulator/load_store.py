@@ -25,6 +25,7 @@ from mok_cute.emulator.execute import (
     of_lane,
     opcode,
 )
+from mok_cute.emulator.memory import WORDS
 from mok_cute.emulator.rounding import flush
 from mok_cute.emulator.state import Word
 
@@ -101,6 +102,14 @@ def _by_cta(warp: Warp, addresses: Addresses, size: int) -> list[tuple[Any, Any,
     return parts
 
 
+def _again(warp: Warp, space: str, addresses: Addresses, size: int) -> Callable[[], Bytes]:
+    """Reads once more what was read, and so checked, before."""
+    if space == "global" and size in WORDS:
+        memory = warp.cta.grid.memory
+        return lambda: memory.peek(addresses, size)
+    return lambda: read(warp, space, addresses, size)
+
+
 def _words(addresses: Addresses, size: int) -> list[Word]:
     """Those that hold the bytes at global addresses."""
     step = min(size, 8)
@@ -137,7 +146,7 @@ def _ld(asm: Assembler, instruction: Instruction) -> Step:
             instruction,
             addresses,
             data,
-            lambda: read(warp, space, addresses, size),
+            _again(warp, space, addresses, size),
             _words(addresses, size) if space == "global" else None,
         ):
             return warp.block_on_polls(

@@ -228,6 +228,12 @@ class DeviceMemory:
         taken: Bytes = self._words[size][index].view(np.uint8).reshape(-1, size)
         return taken
 
+    def peek(self, addresses: Addresses, size: int) -> Bytes:
+        """What ``gather`` gives, of addresses that it has checked before in this run."""
+        index = (addresses >> np.uint64(size.bit_length() - 1)).astype(np.int64) - FIRST_ADDRESS // size
+        taken: Bytes = self._words[size][index].view(np.uint8).reshape(-1, size)
+        return taken
+
     def scatter(self, addresses: Addresses, data: Bytes) -> None:
         """Store row i of ``data`` (n, size) at address i. Of equal addresses the last one stays."""
         if not addresses.size:
@@ -260,6 +266,10 @@ class DeviceMemory:
             raise ValueError(f"size={size}: a lane moves one of {', '.join(map(str, WORDS))} bytes; split the access.")
         low, high = int(addresses.min()), int(addresses.max())
         last = self._last
+        if last is None or not last.address <= low < last.end:
+            last = self.find(low)
+            if last is not None:
+                self._last = last
         clear = (
             last is not None
             and last.address <= low
@@ -268,7 +278,7 @@ class DeviceMemory:
             and not (addresses & np.uint64(size - 1)).any()
         )
         if not clear:
-            for address in addresses.tolist():
+            for address in dict.fromkeys(addresses.tolist()):  # lanes often share one
                 self._check(access, address, size, size)
         offset = FIRST_ADDRESS // size
         return (addresses >> np.uint64(size.bit_length() - 1)).astype(np.int64) - offset

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 U32, U64 = ctypes.c_uint32, ctypes.c_uint64
 MAX_SPLITS = 33  # one for each lane, and one more for a moment
-MAX_WAITS = 4  # words that a split can be parked on
+MAX_WAITS = 16  # words that a split can be parked on
 MAX_CLUSTER = 16
 ALL_BITS = 0xFFFFFFFF
 ALL_64 = (1 << 64) - 1
