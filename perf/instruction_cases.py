@@ -73,7 +73,7 @@ def _dense_f32() -> Array:
     rounded = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
     drawn = (hashes(1, DENSE_RANDOM) >> np.uint64(32)).astype(np.uint32)
     # Numbers near integers, for conversions to them.
-    whole = (hashes(2, 1 << 16) >> np.uint64(30)).astype(np.int64) - (1 << 33)
+    whole = (hashes(2, 1 << 16) >> np.uint64(30)).astype(np.int64) - np.int64(1 << 33)
     shift = hashes(3, 1 << 16) % np.uint64(36)
     near = np.ldexp((whole >> shift.astype(np.int64)).astype(np.float64), -1).astype(np.float32).view(np.uint32)
     return np.concatenate([np.array(SPECIAL["f32"], np.uint32), chosen, rounded, drawn, near])
@@ -86,7 +86,7 @@ def _dense_f64() -> Array:
     exponent = np.uint64(1023 - 152) + hashes(5, count) % np.uint64(284)
     kept = hashes(6, count)
     bit = np.uint64(1) << (kept % np.uint64(53))
-    tail = bit + (hashes(7, count) % np.uint64(3)) - np.uint64(1)
+    tail: Array = bit + (hashes(7, count) % np.uint64(3)) - np.uint64(1)
     upper = (kept >> np.uint64(12)) & ~(bit - np.uint64(1)) & ~bit & np.uint64((1 << 52) - 1)
     ties = (kept & np.uint64(1 << 63)) | exponent << np.uint64(52) | upper | (tail & np.uint64((1 << 52) - 1))
     whole = (hashes(8, 1 << 16) >> (hashes(9, 1 << 16) % np.uint64(64))).astype(np.int64)
@@ -102,7 +102,7 @@ def _random(kind: str, count: int, number: int) -> Array:
 def _related(kind: str, first: Array, scale: Array, number: int) -> Array:
     """Random numbers, half of them with an exponent at most 31 from that of ``scale`` (biased)."""
     mantissa, top = EXPONENT[kind]
-    drawn = _random(kind, len(first), number)
+    drawn: Array = _random(kind, len(first), number)
     dtype = drawn.dtype.type
     spread = (hashes(40 + number, len(first)) % np.uint64(63)).astype(np.int64) - 31
     exponent = np.clip(scale + spread, 0, top - 1).astype(drawn.dtype)

@@ -457,7 +457,7 @@ class RawFiles:
 
     def write(self) -> None:
         if self.held:
-            np.savez_compressed(self.folder / f"raw_{self.count}.npz", **self.held)
+            np.savez_compressed(self.folder / f"raw_{self.count}.npz", allow_pickle=False, **self.held)
             self.held, self.size, self.count = {}, 0, self.count + 1
 
 
