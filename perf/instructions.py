@@ -31,7 +31,7 @@ import numpy as np
 from instruction_cases import Array, Case, all_cases, hashes
 
 THREADS = 256
-PREFIXES = (4096, 32768)  # hashed on their own
+PREFIXES = (256, 1024, 16384)  # hashed on their own
 FIRST = 8  # results in a record
 SHARED_BYTES = 32768
 ERROR_LOG_BUFFER, ERROR_LOG_BUFFER_SIZE_BYTES = 5, 6  # of CUjit_option
