@@ -49,6 +49,8 @@ def _cvt(asm: Assembler, instruction: Instruction) -> Step:
 def _conversion(to: str, origin: str, modifiers: list[str]) -> Callable[[Value], Value]:
     """Values as the source type -> values as the destination type (bf16: as its bits)."""
     mode = next((modifier for modifier in modifiers if modifier in MODES), "rn")
+    if (to, origin, modifiers) == ("f32", "bf16", []):
+        return lambda value: half_to_f32(value, "bf16")  # a shift on the hardware: a NaN keeps its bits
     if to in FLOATS and origin in FLOATS:
         return _between_floats(to, origin, mode, modifiers)
     if to in FLOATS:

@@ -320,7 +320,7 @@ static f32 of_f16(u16 half)
 {
     u32 sign = (u32)(half & 0x8000) << 16, size = half & 0x7FFF;
     if (size >= 0x7C00)
-        return of_bits(size > 0x7C00 ? sign | 0x7FC00000 | (size & 0x3FF) << 13 : sign | 0x7F800000);
+        return of_bits(size > 0x7C00 ? CANONICAL_NAN : sign | 0x7F800000);
     if (size < 0x400)
         return of_bits(sign | bits_of((f32)size * 0x1p-24f));
     return of_bits(sign | ((size << 13) + 0x38000000));
