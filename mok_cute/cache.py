@@ -33,7 +33,7 @@ from mok_cute.errors import CompileError, MokError
 from mok_cute.figures import KernelFigures, kernel_figures
 from mok_cute.settings import Settings
 
-FORMAT = 1  # of an entry's folder; a change makes every older entry unknown
+FORMAT = 2  # of an entry's folder; a change makes every older entry unknown
 SIDECAR = "entry.json"
 LOCK_TIMEOUT_S = 900  # longer than any compile; then another process is stuck, and waiting on would hide it
 # Host modules whose text decides what is generated, or that the templates see.

@@ -1,7 +1,7 @@
 """Figures of compiled kernels, read from PTX, cubin and host code without a GPU or a tool kit.
 
-A change in them is a reviewed change, so they are few and exact: registers, stack, shared and tensor memory, and how
-often each matrix, copy and barrier instruction stands in the code.
+A change in them is a reviewed change, so they are few and exact: registers, stack, shared and tensor memory, size of
+the code, the loop over the contraction, and how often each matrix, copy and barrier instruction stands in the code.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class KernelFigures:
     smem_bytes          shared memory of a CTA, static and dynamic
     dynamic_smem_bytes  None where the host code was not given; then smem_bytes is the static part
     tmem_columns        columns of tensor memory that a CTA allocates
+    code_bytes          machine code of the kernels
+    k_step              PTX instructions of one turn of the loop that multiplies, by what they are; see ``k_step``
     instructions        opcode with modifiers -> count in the PTX
     """
 
@@ -53,6 +55,8 @@ class KernelFigures:
     static_smem_bytes: int
     dynamic_smem_bytes: int | None
     tmem_columns: int
+    code_bytes: int
+    k_step: dict[str, int]
     instructions: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
@@ -78,6 +82,8 @@ def kernel_figures(ptx: str, cubin: bytes, host_ir: str | None) -> KernelFigures
         static_smem_bytes=static,
         dynamic_smem_bytes=dynamic,
         tmem_columns=tmem_columns(ptx),
+        code_bytes=sum(r.code_bytes for r in resources.values()),
+        k_step=k_step(ptx),
         instructions=count_instructions(ptx),
     )
 
@@ -93,6 +99,47 @@ _INSTRUCTION = re.compile(
 def count_instructions(ptx: str) -> dict[str, int]:
     """Opcode with modifiers -> count, for matrix, copy and barrier opcodes, sorted by opcode."""
     return dict(sorted(Counter(_INSTRUCTION.findall(_COMMENT.sub("", ptx))).items()))
+
+
+_MULTIPLY = re.compile(r"(?:tcgen05\.mma|wgmma\.mma_async)\.")
+_LABEL = re.compile(r"^([\w$]+):\s*")
+_OPCODE = re.compile(r"^(?:@!?%?[\w$]+\s+)?([a-z][\w.:]*)")
+
+
+def k_step(ptx: str) -> dict[str, int]:
+    """The smallest loop around all multiplications of tiles, one turn of which is a K step.
+
+    multiply   instructions that start a product in the tensor cores
+    wait       looks at an mbarrier; one that finds it closed is repeated
+    other      everything else: descriptors, elections, commits, counters
+
+    Empty where there are no such products, or where no loop holds all of them.
+    """
+    statements: list[str] = []  # opcode, or the target behind "bra "
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for text in re.split(r"[;\n]", _COMMENT.sub("", ptx)):
+        text = text.strip(" \t{}")
+        while label := _LABEL.match(text):
+            labels[label[1]] = len(statements)
+            text = text[label.end() :].strip(" \t{}")
+        opcode = _OPCODE.match(text)
+        if opcode is None:  # a directive, or the rest of an instruction of several lines
+            continue
+        if opcode[1].startswith("bra"):
+            target = text.rsplit(None, 1)[-1]
+            if target in labels:  # backwards
+                loops.append((labels[target], len(statements) + 1))
+        statements.append(opcode[1])
+    products = [at for at, opcode in enumerate(statements) if _MULTIPLY.match(opcode)]
+    around = [(end - start, start) for start, end in loops if products and start <= products[0] and products[-1] < end]
+    if not around:
+        return {}
+    length, start = min(around)
+    body = statements[start : start + length]
+    multiply = sum(bool(_MULTIPLY.match(opcode)) for opcode in body)
+    wait = sum(opcode.startswith("mbarrier.try_wait") for opcode in body)
+    return {"multiply": multiply, "wait": wait, "other": length - multiply - wait}
 
 
 def tmem_columns(ptx: str) -> int:
@@ -129,6 +176,7 @@ class Resources(NamedTuple):
     registers: int
     stack_bytes: int
     static_smem_bytes: int
+    code_bytes: int
 
 
 class _Section(NamedTuple):
@@ -173,7 +221,8 @@ def _read_resources(cubin: bytes) -> dict[str, Resources]:
             continue
         static = sections.get(".nv.shared." + name)
         static_bytes = static.size if static is not None and static.size > _ALIGNMENT_ONLY else 0
-        resources[name] = Resources(values[_REGCOUNT], values.get(_FRAME_SIZE, 0), static_bytes)
+        code = sections[".text." + name].size
+        resources[name] = Resources(values[_REGCOUNT], values.get(_FRAME_SIZE, 0), static_bytes, code)
     return resources
 
 

@@ -24,10 +24,16 @@ class Kernel(NamedTuple):
     ctas: int
     roles: tuple[tuple[str, str], ...]
     stages: int  # a single CTA's are larger
+    dispatch_slots: int = 4  # of each warp, in the memory of the stages
 
     def config(self, arch: str) -> KernelConfig:
-        default = KernelConfig.default(arch)
-        return replace(default, ctas_per_tile=self.ctas, roles=self.roles, stages=self.stages)
+        return replace(
+            KernelConfig.default(arch),
+            ctas_per_tile=self.ctas,
+            roles=self.roles,
+            stages=self.stages,
+            dispatch_slots=self.dispatch_slots,
+        )
 
 
 KERNELS = {
@@ -35,7 +41,7 @@ KERNELS = {
     "pair-control": Kernel(2, (CONTROL,), 6),
     "single-tickets": Kernel(1, (TICKETS,), 4),
     "single-control": Kernel(1, (CONTROL,), 4),
-    "pair-short-ring": Kernel(2, (TICKETS,), 2),
+    "pair-short-ring": Kernel(2, (TICKETS,), 2, dispatch_slots=3),
     "single-short-ring": Kernel(1, (CONTROL,), 2),
 }
 
